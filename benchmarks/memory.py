@@ -24,7 +24,7 @@ METRIC = "memory/host_peak_gb/max"
 FIVE = "{model_type: qwen2, hidden_size: 256, intermediate_size: 1024, num_hidden_layers: 5, num_attention_heads: 4, "
 FIVE += "num_key_value_heads: 2, max_position_embeddings: 128, tie_word_embeddings: true}"
 FIVE_M = ["quickstart", "run.training_steps=3", f"models.policy.init={FIVE}"]
-SPLIT = ["smollm2", "run.training_steps=3"]
+SPLIT = ["reasoning", "run.training_steps=3"]
 SMOLLM2 = [*SPLIT, "layout=colocated"]
 WORKER = "layout.pools.worker"
 DIVIDED = ["layout.pools.worker.count=2", "batch.tokens_per_microbatch=1024"]
@@ -52,7 +52,7 @@ def main() -> int:
     print("| case | worker | estimated, GiB | measured, GiB | ratio |\n| --- | --- | --- | --- | --- |")
     for case in options.only:
         recipe, *overrides = CASES[case]
-        if recipe == "smollm2":
+        if recipe == "reasoning":
             overrides.append(f"models.policy.path={options.smollm2.resolve()}")
         for worker, (expected, found) in measure(recipe, overrides).items():
             print(f"| {case} | {worker} | {expected:.2f} | {found:.2f} | {expected / found:.2f} |", flush=True)

@@ -1,4 +1,4 @@
-"""Whether the real model of recipe `smollm2` learns a reasoning-gym task: the same held-out prompts before and after.
+"""Whether the real model of recipe `reasoning` learns a reasoning-gym task: the same held-out prompts before and after.
 
     make smollm2
     python -m benchmarks.smollm2_learning --steps 40
@@ -67,7 +67,7 @@ def main() -> int:
         every = [f"run.training_steps={args.steps}", f"val.every={args.steps}"]
         data = "{source: distflow.data.sources:reasoning_gym, chat: true, max_prompt_tokens: 128, with: %s}"
         shown = str({**TASK, **HELD_OUT}).replace("'", "")
-        words += ["smollm2", *SETTINGS, *every, f"val.data={data % shown}", *args.overrides]
+        words += ["reasoning", *SETTINGS, *every, f"val.data={data % shown}", *args.overrides]
     subprocess.run([*DISTFLOW, "launch", *words], check=True)
     before, after = (scores(Path(args.runs_dir) / args.run, version) for version in (0, args.steps))
     prompts = [prompt for prompt in unseen() if prompt in before and prompt in after]

@@ -111,7 +111,7 @@ def verify(
     rows = (~(left_out(batch) | failed(batch))).nonzero().flatten()
     there = batch if len(rows) == batch.rows else batch.select(rows)
     rate = error_limit(on_error) if max_error_rate is None else max_error_rate
-    tally = _Tally(there, ctx, shown(spec), rate, error_cure(ctx.step_name, on_error, " and ".join(_COUNTERS.values())))
+    tally = _Tally(there, ctx, shown(spec), rate, on_error)
     judge = _judge_of(spec, timeout_s, processes)
     with _WATCH.over(tally.late) if judge.here else nullcontext():
         for judged in judge.judge(completions(there), _state(there, ctx)):
@@ -223,7 +223,7 @@ class _Tally:
     ctx: StepContext
     function: str
     max_error_rate: float
-    cure: str
+    on_error: str
     verdicts: dict[int, Verdict] = field(default_factory=dict)
     failed: list[int] = field(default_factory=list)
     """Rows, in the order in which they failed."""
@@ -273,9 +273,11 @@ class _Tally:
         """Raises StepError if the function fails too often for training to make sense."""
         many = self.ctx.tally.too_many(self.max_error_rate)
         if many and self.failed:
+            counters, every = " and ".join(_COUNTERS.values()), self.ctx.tally.all_failed
+            cure = error_cure(self.ctx.step_name, self.on_error, counters, all_failed=every)
             raise StepError(
                 f"{self.report(self.failed[-1])}: {many} failed, more than max_error_rate={self.max_error_rate:g} "
-                f"allows; one failure is shown — {self.cure}"
+                f"allows; one failure is shown — {cure}"
             )
 
     def report(self, row: int) -> str:

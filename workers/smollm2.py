@@ -66,7 +66,7 @@ def main(arguments: list[str]) -> int:
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    print(f"wrote {target}; next: distflow launch smollm2")
+    print(f"wrote {target}; next: distflow launch reasoning")
     return 0
 
 

@@ -97,8 +97,8 @@ def measure(plan: Plan, report: Callable[[str], None]) -> Measurements:
     makes = next((worker for worker in plan.workers if model in worker.generates), None)
     if makes is None:
         raise UserError("profile: this flow generates nothing, and a latency model needs an engine and a backend")
-    device = device_of(plan, makes)
-    backend = _backend(plan, trains, device_of(plan, trains))
+    device = device_of(plan.workers, makes)
+    backend = _backend(plan, trains, device_of(plan.workers, trains))
     try:
         engine = _engine(plan, makes, device)
         try:

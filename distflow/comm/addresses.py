@@ -54,6 +54,14 @@ def worker_address(run_dir: Path, name: str, host: int = 0) -> str:
     return f"ipc://{socket_dir(run_dir, host) / name.replace('/', '-')}"
 
 
+def port_beforehand(run_dir: Path, number: int) -> int:
+    """Return a TCP port for the process of this number in a run whose addresses are written before it starts.
+
+    Below those that Linux chooses from (32768 and above); runs in other folders are likely to have others.
+    """
+    return 20_000 + (int(_digest(run_dir), 16) + number) % 12_000
+
+
 def ensure_socket_dir(run_dir: Path, host: int = 0) -> Path:
     """Create the folder; raises UserError if another user's folder is in its place."""
     folder = socket_dir(run_dir, host)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import zmq
+from zmq.utils import z85
 
 from distflow.errors import UserError
 
@@ -38,7 +39,7 @@ class NetworkListener:
     own: Keys = field(default_factory=lambda: make_keys())
     """This worker's or agent's."""
     before: str = ""
-    """Address of the process that this one replaces: reused if possible, since others know it."""
+    """Address that others know already, such as that of the process which this one replaces: used if possible."""
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -46,10 +47,15 @@ class NetworkListener:
         return tuple(filter(None, (self.before, listening_on(self.host))))
 
 
-def listening_on(host: str) -> str:
-    """`tcp://host:*`, with the brackets that an IPv6 address needs."""
+def listening_on(host: str, port: int | None = None) -> str:
+    """Return `tcp://host:port` (`*`: any port), with the brackets that an IPv6 address needs."""
     bare = host.strip("[]")
-    return f"tcp://[{bare}]:*" if ":" in bare else f"tcp://{bare}:*"
+    return f"tcp://[{bare}]:{port or '*'}" if ":" in bare else f"tcp://{bare}:{port or '*'}"
+
+
+def public_hex(keys: Keys) -> str:
+    """Return the public half as addresses name it, after `#`."""
+    return bytes(z85.decode(keys.public)).hex()
 
 
 def make_keys() -> Keys:
@@ -62,9 +68,9 @@ def key_file(run_dir: Path) -> Path:
     return run_dir / "keys" / "run.key"
 
 
-def agent_keys(run_dir: Path, host: int) -> Keys:
-    """The agent's own keys, made by the first agent of the host and reused by its successors."""
-    path = run_dir / "keys" / f"agent-{host}.key"
+def own_keys(run_dir: Path, stem: str) -> Keys:
+    """Return the keys of one agent or worker (`agent-0`, `trainer-0`), made at the first call and reused afterwards."""
+    path = run_dir / "keys" / f"{stem}.key"
     if not path.exists():
         write_keys(path, make_keys())
     return read_keys(path)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import zmq
-from zmq.utils import z85
 
 from distflow.comm.addresses import place_of
 from distflow.comm.curve import (
@@ -22,7 +21,7 @@ from distflow.comm.curve import (
     present_key,
     tune,
 )
-from distflow.comm.keys import NetworkListener
+from distflow.comm.keys import NetworkListener, public_hex
 from distflow.comm.message import Buffer, size_of
 from distflow.comm.outbox import SMALL_BYTES
 from distflow.log import logger
@@ -121,7 +120,7 @@ class Sockets:
                 self.routers.append(self._router())
                 self.gate = Gate(self._context, self.routers[1], self._listener.keys, self._name_of, INTRODUCED_S)
                 place = bind_network(self.routers[1], self._listener.addresses)
-                self.network_address = f"{place}#{bytes(z85.decode(self._listener.own.public)).hex()}"
+                self.network_address = f"{place}#{public_hex(self._listener.own)}"
         except Exception:
             self.close(linger_s=0.0)
             raise

@@ -458,7 +458,7 @@ def _divergence(found: _Together, coefficient: float, kind: str) -> None:
 
 
 def _fit(made: dict[str, Any], together: _Together) -> None:
-    """What a recipe cannot do without, and a number of ledgers that divides its prompts."""
+    """Add what a recipe cannot do without, and ledgers that divide its prompts and are enough for its trainers."""
     if "run.training_steps" not in made:
         made["run.training_steps"] = _STEPS
         together.assumed.append(f"run.training_steps is {_STEPS}, since how long to train is not said as a number")
@@ -470,7 +470,13 @@ def _fit(made: dict[str, Any], together: _Together) -> None:
     if "data.source" not in made:
         made["data.source"] = "prompts.jsonl"
         together.assumed.append("data.source is not known: a file or folder of prompts, hub:ID, or a function")
-    made["batch.ledgers"] = gcd(8, made["batch.prompts"])
+    prompts = made["batch.prompts"]
+    trainers = max(made.get(f"layout.pools.{pool}.count", 1) for pool in ("worker", "trainer"))
+    if made.get("layout.pools.worker.engine") == "vllm" and trainers > 1:
+        other = "layout.pools.worker.engine=sglang, or layout=split with a pool for each"
+        together.assumed.append(f"vllm shares no worker with several that train: {other}")
+    enough = range(max(gcd(8, prompts), trainers), prompts)
+    made["batch.ledgers"] = next((ledgers for ledgers in enough if not prompts % ledgers), prompts)
     source = made["data.source"]
     if isinstance(source, list):
         made["data.source"] = source[0]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +45,14 @@ def shipped_recipes() -> list[str]:
 
 
 @functools.cache
-def shipped_steps() -> frozenset[str]:
-    """Names of all steps of the shipped flows."""
-    flows = (read_yaml(path).value for path in (recipes_folder() / "flow").glob("*.yaml"))
-    return frozenset(name for flow in flows for name in flow["steps"])
+def shipped_steps() -> Mapping[str, tuple[str, ...]]:
+    """Return the functions that the shipped flows call (`module:name`), by the names of their steps."""
+    calls: dict[str, list[str]] = {}
+    for path in sorted((recipes_folder() / "flow").glob("*.yaml")):
+        for name, step in read_yaml(path).value["steps"].items():
+            known = calls.setdefault(name, [])
+            known += [step["call"]] if step.get("call", "") not in ("", *known) else []
+    return {name: tuple(known) for name, known in calls.items()}
 
 
 @functools.cache

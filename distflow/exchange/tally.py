@@ -76,10 +76,15 @@ class Tally:
     def too_many(self, rate: float) -> str:
         """Say of how many samples too many failed for the step to be of use: more than `rate` of the last ones, or all
         of this worker's first ones; "" if it is not so."""
-        own, recent = self.own, self.recent()
-        if FIRST <= own.judged == own.failed and rate < 1.0:
-            return f"all of the first {own.judged} samples"
+        recent = self.recent()
+        if self.all_failed and rate < 1.0:
+            return f"all of the first {self.own.judged} samples"
         return f"{recent.failed} of {recent.judged} samples" if recent.exceed(rate) else ""
+
+    @property
+    def all_failed(self) -> bool:
+        """Whether none of this worker's first samples was of use."""
+        return FIRST <= self.own.judged == self.own.failed
 
 
 class Tallies:

@@ -1,6 +1,7 @@
-"""A worker's own YAML: the recipe it compiles, which worker it is, where its peers listen, and its own settings.
+"""A worker's own YAML: its own settings, and below a border the recipe it compiles, which worker it is, and where its
+peers listen.
 
-`settings` shows what the worker uses. Edits there take effect for this worker, and for no other.
+`settings` shows what the worker uses. Edits above the border take effect for this worker, and for no other.
 """
 
 from __future__ import annotations
@@ -21,6 +22,17 @@ from distflow.flow.plan import Plan
 from distflow.types import WorkerName
 
 FORMAT = 1
+EDITED = ("settings", "script")
+"""What a person may change; the rest is filled in."""
+ABOVE = """\
+# Worker {worker}. This part is yours: what it says takes effect for this worker alone.
+# `distflow config explain layout.pools.{pool}.KEY` tells what each of the settings means.
+"""
+BORDER = """
+# {line}
+# Filled in: leave it as it is. The recipe must be the same for all workers of the run: they compare it when they meet.
+# To change it, or the hosts, write all documents anew.
+"""
 
 
 class WorkerDocument(BaseModel):
@@ -50,11 +62,13 @@ class WorkerDocument(BaseModel):
     broken_at: float | None = None
     """When the previous term was found to be over, by this machine's monotonic clock; None: there was none."""
     roster: dict[str, str]
-    """Address of every worker of this host, and of its agent, by name."""
+    """Address of every worker of this host, and of its agent, by name; of those on other hosts where it is known."""
     host: int = Field(default=0, ge=0)
     """Number of the host and of its agent: this worker's agent is agent/<host>."""
     address: str | None = None
     """This host's address for workers on other hosts; None: all workers of the run are on one host."""
+    port: int | None = Field(default=None, ge=1, le=65535)
+    """Where the others expect this worker at `address`; None: at a port that the system chooses, as its agent says."""
     placement: dict[str, int] = {}
     """Number of the host of every worker of the run that is not on host 0, by name."""
     sites: dict[str, str] = {}
@@ -82,6 +96,8 @@ class Place:
     address: str | None = None
     placement: Mapping[str, int] = field(default_factory=dict)
     sites: Mapping[str, str] = field(default_factory=dict)
+    ports: Mapping[str, int] = field(default_factory=dict)
+    """TCP ports of the workers whose documents are to name one."""
 
 
 def worker_document(
@@ -120,6 +136,7 @@ def worker_document(
         roster=dict(place.roster),
         host=place.host,
         address=place.address,
+        port=place.ports.get(str(name)),
         placement=dict(place.placement),
         sites=dict(place.sites),
         recipe=_without_idle_pools(plan),
@@ -134,8 +151,11 @@ def _without_idle_pools(plan: Plan) -> Recipe:
 
 
 def document_text(document: Mapping[str, Any]) -> str:
-    """The document as YAML."""
-    return yaml_text(document)
+    """Return the document as YAML: what a person edits comes first, and a border below it."""
+    pool = WorkerName.parse(document["worker"]).pool
+    above = yaml_text({key: document[key] for key in EDITED})
+    below = yaml_text({key: value for key, value in document.items() if key not in EDITED})
+    return ABOVE.format(worker=document["worker"], pool=pool) + above + BORDER.format(line="-" * 110) + below
 
 
 def read_worker_document(path: Path) -> WorkerDocument:

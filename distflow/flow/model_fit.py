@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from distflow.config.paths import CHARS_PREFIX
+from distflow.config.plugins import ENGINES
 from distflow.config.schema import ModelConfig
 from distflow.config.yamlfile import shown
-from distflow.errors import Problems
+from distflow.errors import Problem, Problems
 from distflow.flow.graph import StepNode
+from distflow.flow.plan import Plan
 from distflow.flow.sizes import configuration
 from distflow.flow.structure import Structure
 
@@ -98,6 +100,26 @@ def _labels(config: Mapping[str, Any]) -> int:
     if isinstance(config.get("id2label"), dict):
         return len(config["id2label"])
     return int(config["num_labels"]) if type(config.get("num_labels")) is int else 2
+
+
+def position_problems(plan: Plan, where: Callable[[str], str]) -> Iterator[Problem]:
+    """Find models that are to generate more tokens behind a prompt than they have positions for, as engines count them.
+
+    They have `max_position_embeddings`: what scaled RoPE adds is in it already, as transformers reads it.
+    """
+    engines = {model: worker.engine for worker in plan.workers for model in worker.generates}
+    for name, engine in engines.items():
+        config, needed = configuration(plan.recipe.models[name]), plan.engine_tokens(name)
+        there, key = config.get("max_position_embeddings"), "data.max_prompt_tokens"
+        if engine not in ENGINES.values() or type(there) is not int or needed <= there:
+            continue
+        prompt = plan.recipe.data.max_prompt_tokens
+        what = (
+            f"{prompt} tokens of a prompt and {needed - prompt} behind it are {needed}, and model {name!r} has {there} "
+            "positions (max_position_embeddings)"
+        )
+        hint = f"{needed - there} fewer of it, or of the generate step's max_new_tokens or max_tokens"
+        yield Problem(where(key), key, what, hint)
 
 
 def check_own_models(structure: Structure, problems: Problems) -> None:

@@ -42,9 +42,20 @@ def render_page(plan: Plan, capacity: Capacity = UNSEEN, where: Whereabouts = ON
         ["network", *_indent(network_lines(plan))],
         ["interface digest", *_indent([plan.digest])],
     ]
-    if plan.notes:
-        sections.append(["notes", *_indent(plan.notes)])
+    if notes := notes_of(plan, where):
+        sections.append(["notes", *_indent(notes)])
     return "\n\n".join("\n".join(lines) for lines in sections)
+
+
+def notes_of(plan: Plan, where: Whereabouts = ONE_HOST) -> tuple[str, ...]:
+    """Return the notes of a plan, and where no hosts are given, which pools are pinned to some all the same."""
+    if where.hosts:
+        return plan.notes
+    pinned = [(name, pool.hosts) for name, pool in plan.recipe.layout.pools.items() if pool.hosts]
+    return *plan.notes, *(
+        f"pool {name!r} is pinned to the hosts {', '.join(map(str, hosts))}, which a run on one host ignores"
+        for name, hosts in pinned
+    )
 
 
 def _saving(plan: Plan) -> list[list[str]]:
@@ -68,7 +79,7 @@ def plan_data(plan: Plan, capacity: Capacity = UNSEEN, where: Whereabouts = ONE_
         edge |= {"lane": lane_text(plan, planned_edge, where), "waits": waits_of(planned_edge)}
     ports = [dataclasses.asdict(library) for library in library_ports(plan)]
     data |= {"owners": plan.owners, "trained_models": plan.trained_models}
-    return {**data, "memory": memory_data(plan, capacity), "library_ports": ports}
+    return {**data, "notes": notes_of(plan, where), "memory": memory_data(plan, capacity), "library_ports": ports}
 
 
 def _indent(lines: Sequence[str]) -> list[str]:

@@ -285,11 +285,6 @@ def _notes(structure: Structure, layout: LayoutConfig) -> list[str]:
     unread = [node for node in structure.unread if not set(node.writes) <= awaited]
     notes += left_out_notes(unread, names, [pool.name for pool in structure.pools], layout)
     notes += [f"no step uses model {name!r}" for name in structure.models.unused]
-    notes += [
-        f"pool {name!r} is pinned to the hosts {', '.join(map(str, pool.hosts))}, which a run on one host ignores"
-        for name, pool in layout.pools.items()
-        if pool.hosts
-    ]
     notes += divided_notes(layout, structure.pools)
     for node in structure.after_custody:
         if node.declaration.spec.scope == "batch":

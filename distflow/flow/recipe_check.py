@@ -22,6 +22,7 @@ from distflow.flow.chosen_function import chosen_function
 from distflow.flow.data_check import check_data, keyed_sources
 from distflow.flow.graph import read_steps
 from distflow.flow.imported_step import check_step
+from distflow.flow.model_fit import position_problems
 from distflow.flow.model_roles import check_characters, check_families, check_files, check_shapes
 from distflow.flow.plan import Plan, StepPlan
 from distflow.flow.planner import make_plan
@@ -70,7 +71,9 @@ def plan_recipe(
     if found:
         raise RecipeError(found)
     notes = [note for note in plan.notes if not any(note in warning for warning in idle)]
-    return loaded, replace(plan, notes=(*idle, *notes), warnings=(*idle, *plan.warnings))
+    # Plans of long samples are of use without such a model: to see what they take, or to simulate them.
+    above = [*idle, *(f"warning: {problem}" for problem in position_problems(plan, where))]
+    return loaded, replace(plan, notes=(*above, *notes), warnings=(*above, *plan.warnings))
 
 
 def _check_scripts(layout: LayoutConfig, problems: Problems) -> None:

@@ -200,14 +200,13 @@ def error_limit(on_error: str) -> float:
     return _ERROR_LIMITS.get(on_error, 0.05)
 
 
-def error_cure(step: str, on_error: str, counter: str) -> str:
-    """What to do where more samples of a step fail than its settings allow. `counter`: the metrics that count them."""
+def error_cure(step: str, on_error: str, counter: str, *, all_failed: bool) -> str:
+    """Return what to do where more samples of a step fail than its settings allow. `counter`: the metrics that count
+    them; `all_failed`: none was made, which is not what `on_error` is for."""
     key = f"flow.steps.{step}.with"
     gentler = "" if on_error in _ERROR_LIMITS else f"{key}.on_error=leave_out goes on without up to a quarter of them, "
-    return (
-        f"{counter} count them, and the log of each worker names its first ones: mend what raises them; or "
-        f"{gentler}{key}.max_error_rate allows more"
-    )
+    rest = f"{key}.max_error_rate=1 alone goes on so" if all_failed else f"{gentler}{key}.max_error_rate allows more"
+    return f"{counter} count them, and the log of each worker names its first ones: mend what raises them; or {rest}"
 
 
 def response_tokens(settings: Mapping[str, Any]) -> Any:

@@ -11,11 +11,19 @@ from typing import Any, TypeGuard
 
 from distflow.config.check import quoted
 from distflow.config.other_tools import meant
-from distflow.errors import PluginError, did_you_mean
+from distflow.config.paths import shipped_steps
+from distflow.errors import PluginError, Problem, RecipeError, did_you_mean
 from distflow.flow.resolve import Source, find_named, find_source
 from distflow.flow.reward_form import REWARD, find_signature, form_complaint
 from distflow.flow.step import within
-from distflow.flow.step_declaration import COMPUTED, REQUIRED, Parameters, read_parameters
+from distflow.flow.step_declaration import (
+    COMPUTED,
+    REQUIRED,
+    Parameters,
+    StepDeclaration,
+    read_declaration,
+    read_parameters,
+)
 
 _ACCEPTS: Mapping[str, tuple[type, ...]] = {
     "int": (int,),
@@ -275,3 +283,39 @@ def _reward_complaints(key: str, at: str, call: str, own: Mapping[str, Any]) -> 
 def _takes(parameters: Parameters, positional: int) -> bool:
     """Whether it can be called with so many positional arguments; further parameters need defaults."""
     return len(parameters.positional) == positional and REQUIRED not in parameters.settings.values()
+
+
+def explain_setting(step: str, name: str) -> str:
+    """Describe a setting of a step of the shipped flows, for each function that one of them calls under this name.
+
+    Raises RecipeError for a step that none of them has, and for a setting that none of its functions has.
+    """
+    key, found, known = f"flow.steps.{step}.with.{name}", [], dict[str, None]()
+    for call in shipped_steps().get(step, ()):
+        declaration = read_declaration(call)
+        settings = declaration.parameters.settings
+        known |= dict.fromkeys(settings)
+        if name in settings:
+            found += [f"{key}, of {call}", *_about(declaration, name)]
+    if not known:
+        message, hint = f"no shipped flow has a step {step!r}", did_you_mean(step, list(shipped_steps()))
+        raise RecipeError([Problem("command line", key, message, f"{hint}; for steps of your own see their source")])
+    if not found:
+        raise RecipeError([Problem("command line", key, "there is no such setting", did_you_mean(name, list(known)))])
+    return "\n".join(found)
+
+
+def _about(declaration: StepDeclaration, name: str) -> Iterator[str]:
+    spec, parameters = declaration.spec, declaration.parameters
+    document = ast.get_docstring(find_source(declaration.call).node) or ""
+    sentences = re.split(r"(?<=[.;])\s+", " ".join(document.split()))
+    yield from (f"  {sentence}" for sentence in sentences if re.search(rf"\b{re.escape(name)}\b", sentence))
+    yield f"  type: {parameters.annotations.get(name, 'any')}"
+    if name in spec.choices:
+        yield f"  one of: {', '.join(map(str, spec.choices[name]))}"
+    if name in spec.ranges:
+        yield f"  range: {spec.ranges[name]}"
+    if name in spec.only_with:
+        yield f"  of use only with: {spec.only_with[name]}"
+    default = parameters.settings[name]
+    yield "  required" if default is REQUIRED else f"  default: {default}"

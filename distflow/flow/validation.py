@@ -79,16 +79,27 @@ def check_goals(recipe: Recipe, structure: Structure, problems: Problems) -> Non
             problems.add(key, f"validation does not measure {metric}", f"one of {', '.join(of_all)}")
     if is_validated(run.keep_best):
         _check_kept(recipe, problems)
-    ends = run.stop_when is not None and is_validated(run.stop_when.metric) and run.training_steps > 0
-    if ends and not any(0 < version < run.training_steps for version in _versions(recipe)):
+    ends = run.stop_when is not None and is_validated(run.stop_when.metric)
+    if ends and val is not None and val.every is None and run.training_steps > 0:
         message = "there is validation only before the first training step and after the last one"
         problems.add("run.stop_when", message, f"val.every, less than {run.training_steps}")
+
+
+def is_cut_short(recipe: Recipe) -> bool:
+    """Whether a run ends before its first validation in between is due, as a trial of a longer one does.
+
+    There is one after its last training step all the same.
+    """
+    every = None if recipe.val is None else recipe.val.every
+    return every is not None and 0 < recipe.run.training_steps <= every
 
 
 def _check_kept(recipe: Recipe, problems: Problems) -> None:
     run = recipe.run
     if run.keep_best == VAL_LOSS and run.keep_best_mode == "max":
         problems.add("run.keep_best_mode", f"max would keep the checkpoint with the highest {VAL_LOSS}", "min")
+    if is_cut_short(recipe):
+        return
     saves = [every for every in (run.save_every, run.hf_every) if every]
     # The last one is saved in any case, and is the newest.
     if not any(version and version % every == 0 for version in _versions(recipe)[:-1] for every in saves):

@@ -19,6 +19,8 @@ from distflow.flow.reading import unread_keys
 from distflow.flow.step import ERROR_SETTINGS
 from distflow.flow.step_declaration import read_declaration
 from distflow.flow.training_fit import idle_settings
+from distflow.flow.validation import is_cut_short
+from distflow.types import is_validated
 
 
 class Idle(NamedTuple):
@@ -153,6 +155,15 @@ def _of_run(recipe: Recipe, plan: Plan) -> Iterator[Idle]:
         yield Idle("run.keep_best", "only the last state is saved, so there is nothing to choose from", hint)
 
 
+def _of_goals(recipe: Recipe, plan: Plan) -> Iterator[Idle]:
+    """What a run that is over before its first validation does without."""
+    if is_cut_short(recipe):
+        length = f"run.training_steps is {recipe.run.training_steps}"
+        why = f"{length}, so validation is only before the first and after the last"
+        for key in (key for key, metric in recipe.run.judged.items() if is_validated(metric)):
+            yield Idle(key.removesuffix(".metric"), why, "a longer run, or a smaller val.every")
+
+
 def _switched_off(run: RunConfig, name: str, why: str) -> Iterator[Idle]:
     if getattr(run, name) != RunConfig.model_fields[name].default:
         yield Idle(f"run.{name}", why)
@@ -198,5 +209,6 @@ ROWS: tuple[tuple[Row, Literal["refuse", "warn"]], ...] = (
     (_of_models, "refuse"),
     (_of_weights, "refuse"),
     (_of_run, "warn"),
+    (_of_goals, "warn"),
     (_of_steps, "warn"),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -138,14 +138,22 @@ class Setting:
         serves = any(plan.serves(one) for one in (pool, self.me.name.pool))
         return train or linked or (serves and owns)
 
+    @property
+    def device(self) -> str:
+        """The device of this worker. Raises UserError for a GPU that does not exist."""
+        document = self.document
+        here = [one for one in self.plan.workers if document.placement.get(str(one.name), 0) == document.host]
+        return device_of(here, self.me)
+
     def is_close(self, name: str) -> bool:
         """Whether a peer is to hear of this worker with every heartbeat: one of the two answers calls of the other."""
         calls = [*self.me.port("asks"), *self.me.port("answers")]
         return any(port.peer == WorkerName.parse(name).pool for port in calls)
 
 
-def device_of(plan: Plan, worker: WorkerPlan) -> str:
-    """The device of a worker of this host: for `auto` and `cuda` the next GPU after those of the workers before it.
+def device_of(workers: Sequence[WorkerPlan], worker: WorkerPlan) -> str:
+    """Return the device of one of the workers of this host: for `auto` and `cuda` the next GPU after those of the ones
+    before it.
 
     Without a GPU, `auto` is the CPU. Raises UserError for a GPU that does not exist.
     """
@@ -160,7 +168,7 @@ def device_of(plan: Plan, worker: WorkerPlan) -> str:
                 "(with the installed PyTorch) — use auto or cpu, or a machine with that GPU"
             )
         return "cpu" if wanted == "auto" else wanted
-    return f"cuda:{first_gpu(plan.workers, worker, count)}"
+    return f"cuda:{first_gpu(workers, worker, count)}"
 
 
 def build_tokenizer(setting: Setting) -> Tokenizer:

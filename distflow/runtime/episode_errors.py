@@ -144,9 +144,11 @@ class EpisodeErrors:
         tally.recent()
 
     def _check(self, failed: EpisodeFailed, policy: ErrorPolicy) -> None:
-        many = self._tally().too_many(policy.max_error_rate)
+        tally = self._tally()
+        many = tally.too_many(policy.max_error_rate)
         if many:
+            cure = error_cure(self._step, policy.on_error, ERRORS, all_failed=tally.all_failed)
             raise StepError(
                 f"{failed}: step {self._step!r} failed on {many}, more than max_error_rate={policy.max_error_rate:g} "
-                f"allows; one failure is shown — {error_cure(self._step, policy.on_error, ERRORS)}"
+                f"allows; one failure is shown — {cure}"
             ) from failed

@@ -89,13 +89,13 @@ def run_by_hand(document: Path, incarnation: int) -> int:
 
     Returns its exit code.
     """
-    run_dir = Path(read_worker_document(document).run_dir)
+    found = read_worker_document(document)
     # As by default, but after cleaning up.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         return run_worker(document, incarnation)
     finally:
-        leave_socket_dir(run_dir)
+        leave_socket_dir(Path(found.run_dir), found.host)
 
 
 def _setting(document: WorkerDocument) -> Setting:

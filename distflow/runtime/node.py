@@ -23,7 +23,7 @@ from typing import Any
 from distflow.comm.addresses import Address
 from distflow.comm.curve import CLIENT
 from distflow.comm.endpoint import Endpoint
-from distflow.comm.keys import Keys, NetworkListener, key_file, read_keys
+from distflow.comm.keys import Keys, NetworkListener, key_file, listening_on, own_keys, read_keys
 from distflow.comm.membership import GREETINGS, KINDS, Identity, Joined, Lost, MemberMessage, Membership
 from distflow.comm.message import Message
 from distflow.comm.processes import process_alive, resident_mb, started_at
@@ -317,8 +317,13 @@ class Hosts:
     @property
     def listener(self) -> NetworkListener | None:
         """Where to listen for other hosts; None if there are none."""
-        keys = self.keys
-        return None if self.address is None or keys is None else NetworkListener(self.address, keys)
+        keys, port = self.keys, self._setting.document.port
+        if self.address is None or keys is None:
+            return None
+        if port is None:
+            return NetworkListener(self.address, keys)
+        own = own_keys(self._run_dir, self._setting.me.name.file_stem)
+        return NetworkListener(self.address, keys, own, listening_on(self.address, port))
 
     @property
     def nixl(self) -> NixlSetting | None:
@@ -370,7 +375,8 @@ class Greeting:
         self._node = node
         self._agent = agent_of(hosts.here)
         self._wanted = wanted
-        self._elsewhere = hosts.address is not None
+        # Workers that were started by hand have no agent: their documents tell where the others listen.
+        self._elsewhere = hosts.address is not None and self._agent in node.endpoint.roster
         self._say_at = 0.0
         self._said = False
         self._heard = False

@@ -25,7 +25,6 @@ from distflow.runtime.assembly import (
     build_models,
     build_tokenizer,
     build_trace,
-    device_of,
     join_models,
     start_trackers,
 )
@@ -77,7 +76,7 @@ class Session:
         self._metrics = MetricStore(build_trace(setting, incarnation, self._disk), service)
         self._disk.count = self._metrics.add
         self._replicas = build_replicas(setting, self._node) if self._trains else None
-        peak = PeakMemory(device_of(setting.plan, setting.me))
+        peak = PeakMemory(setting.device)
         self._writer = MetricWriter(setting.run_dir, setting.me.name.file_stem, self._disk, peak.take)
         links = {name: InprocLink(name) for name in setting.me.generates if name in self._standing.gradients}
         ends = (self._disk, self._metrics, self._writer, links, build_shard_links(setting, self._node, self._hosts))
@@ -116,9 +115,7 @@ class Session:
             worker = self._build()
             self._meet()
             if self._replicas is not None:
-                self._replicas.connect(
-                    device_of(self._setting.plan, self._setting.me), even_alone=self._rounds is not None
-                )
+                self._replicas.connect(self._setting.device, even_alone=self._rounds is not None)
             join_models(self._setting, self._models)
             with suppress(RunEnded):
                 script(worker)
@@ -217,7 +214,7 @@ class Session:
         # The worker answers messages from here on; models may take minutes to load.
         self._node.start()
         self._open_checkpoint()
-        device = device_of(setting.plan, setting.me)
+        device = setting.device
         models = build_models(setting, device, self._replicas or Alone())
         if self._replicas is not None and any(model.lockstep for model in models.values()):
             no_progress_s = setting.recipe.limits.no_progress_s

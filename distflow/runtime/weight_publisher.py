@@ -26,7 +26,7 @@ from distflow.data.decoding import read
 from distflow.errors import ProtocolError, UserError, WorkerFailed
 from distflow.exchange.facts import ANNOUNCED
 from distflow.flow.resolve import resolve
-from distflow.runtime.assembly import Setting, device_of
+from distflow.runtime.assembly import Setting
 from distflow.runtime.lockstep import LockstepModel
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.node import Hosts, Node
@@ -353,7 +353,7 @@ def _by_parts(node: Node, reader: WeightReader, link: ShardLink, inbox: Callable
 def build_reader(setting: Setting, node: Node, hosts: Hosts, *, near: bool) -> WeightReader:
     """A reader of weights that are published on this host, or on another one."""
     if near:
-        return InPlace(ShmReader(partial(node.board.shown, peers=()), device_of(setting.plan, setting.me)))
+        return InPlace(ShmReader(partial(node.board.shown, peers=()), setting.device))
     limit_s = setting.recipe.limits.no_progress_s
     nixl = one_sided_reads(hosts.nixl, node.endpoint.traffic)
     about = (run_tag(setting.run_dir, hosts.here), hosts.address or LOOPBACK, limit_s, setting.document.site, nixl)

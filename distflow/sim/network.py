@@ -15,6 +15,7 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import count
 
 import msgpack
 import msgspec
@@ -37,6 +38,15 @@ MESSAGE = 150
 """Approximate bytes of a message without leases, tokens or results."""
 GROUP_HELD = 12
 """And for each group that a report lists."""
+
+
+ASK_EVERY = 200
+"""Events of a simulation, between two questions whether it may end."""
+
+
+def never(ended: int) -> bool:
+    """Let a simulation go on to its end."""
+    return False
 
 
 class LeaseNetwork(EventQueue):
@@ -75,15 +85,23 @@ class LeaseNetwork(EventQueue):
         self.ended_at = 0.0
         """When the last training step ended; the run is over when all workers know that."""
 
-    def run(self) -> Record:
-        """Simulate the whole run. Raises StuckError if it does not end."""
+    def run(self, enough: Callable[[int], bool] = never) -> Record:
+        """Simulate the whole run. Raises StuckError if it does not end.
+
+        `enough` is asked every few milliseconds with the number of training steps that have ended; true ends it there.
+        """
+        events = count(1)
+
+        def over() -> bool:
+            return self._over() or (not next(events) % ASK_EVERY and enough(len(self.totals)))
+
         scenario = self.scenario
         for worker in self.workers.values():
             worker.start()
         self._plan_faults()
         for trainer in self.trainers.values():
             trainer.begin_ticks()
-        self.run_until(self._over, scenario.limit_s, self._describe)
+        self.run_until(over, scenario.limit_s, self._describe)
         for worker in self.workers.values():
             if worker.alive:
                 self.record.produced += worker.engine.produced

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from distflow.flow.plan import Plan
+from distflow.flow.sharding import divides_models
 from distflow.flow.slots_fit import SlotsFit
 from distflow.sim.latency import DeviceLatency
 from distflow.sim.theory import LengthMoments
@@ -11,6 +12,30 @@ from distflow.sim.workload import Job
 CUT = 0.2
 """Share of the responses that are cut off from which that is said."""
 EMULATED = "distflow.testing.emulated:"
+
+
+def early_notes(steps: int, wanted: int) -> list[str]:
+    """Return a line where fewer training steps than were wanted could be simulated in time; otherwise none."""
+    if steps >= wanted:
+        return []
+    return [
+        f"note: ended early: {steps} of {counted(wanted, 'training step')} in the time that --limit allows — a larger "
+        "one (--limit 600) goes on for longer; fewer samples a step (batch.prompts) take less"
+    ]
+
+
+def divided_notes(plan: Plan) -> list[str]:
+    """Return a line where training workers divide a model among them and compute together; otherwise none."""
+    pool, workers = plan.recipe.layout.pools[plan.home.name], plan.home.count
+    if workers == 1 or not divides_models(pool):
+        return []
+    zero = pool.backend_options_of().get("zero", pool.zero)
+    named = f"backend {pool.backend!r}" + ("" if zero is None else f" with ZeRO stage {zero}")
+    return [
+        f"note: {named} divides the model over the {workers} workers of {plan.home.name!r}: simulated is that each has "
+        "all of it and computes alone, without what they send each other for every micro-batch; so training takes "
+        "longer than this says"
+    ]
 
 
 def gpu_notes(device: DeviceLatency, engine: int, pool: str) -> list[str]:

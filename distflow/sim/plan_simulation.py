@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from distflow.flow.gpus import width
@@ -10,7 +11,7 @@ from distflow.flow.slots_fit import SlotsFit, slots_fit
 from distflow.sim.fluid_engine import ONE_TURN, SampleTurns
 from distflow.sim.latency import DeviceLatency
 from distflow.sim.lengths import Lengths
-from distflow.sim.notes import emulation_notes, gpu_notes, slot_notes, truncation_notes
+from distflow.sim.notes import divided_notes, early_notes, emulation_notes, gpu_notes, slot_notes, truncation_notes
 from distflow.sim.predict import Prediction, SimulateOptions, load_of, simulate, whole_rounds
 from distflow.sim.schedule_of import schedule_of, speed_up_of
 from distflow.sim.theory import LengthMoments, SpeedUp, StepTimes, ideal_s, schedule
@@ -29,6 +30,8 @@ class SimulationInput:
     """Training steps that count; None: at least 8, in whole rounds."""
     timeline: bool
     turns: SampleTurns = ONE_TURN
+    watch: Callable[[int, int], bool] | None = None
+    """As of SimulateOptions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +61,7 @@ def simulate_plan(plan: Plan, inputs: SimulationInput, words: tuple[str, ...]) -
     load = load_of(plan, prompt_tokens=inputs.prompt_tokens)
     load = replace(load, job=replace(load.job, turns=inputs.turns))
     steps = whole_rounds(load.settings.max_staleness) if inputs.steps is None else inputs.steps
-    options = SimulateOptions(steps, timeline=inputs.timeline)
+    options = SimulateOptions(steps, timeline=inputs.timeline, watch=inputs.watch)
     prediction = simulate(load, inputs.device, inputs.lengths, options)
     moments = LengthMoments.of(inputs.lengths, load.job.response_tokens)
     step = schedule_of(load, inputs.device)
@@ -66,6 +69,8 @@ def simulate_plan(plan: Plan, inputs: SimulationInput, words: tuple[str, ...]) -
     maker = next(worker for worker in plan.workers if worker.name.pool == load.generating_pool)
     fit, context = slots_fit(plan, maker), load.job.prompt_tokens + moments.before
     notes = (
+        *early_notes(len(prediction.steps), prediction.wanted),
+        *divided_notes(plan),
         *emulation_notes(plan),
         *gpu_notes(inputs.device, width(maker), load.generating_pool),
         *truncation_notes(load.job, inputs.prompt_tokens, moments),

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 from distflow.config.schema import Refresh
@@ -38,7 +39,7 @@ from distflow.sim.account import (
 )
 from distflow.sim.latency import DeviceLatency
 from distflow.sim.lengths import Lengths
-from distflow.sim.network import LeaseNetwork
+from distflow.sim.network import LeaseNetwork, never
 from distflow.sim.scenario import Crash, Scenario
 from distflow.sim.workload import DeviceWorkload, Job
 
@@ -58,6 +59,8 @@ HEARD_S = 0.01
 """Maximum time until a worker hears of a version."""
 DELAY_S = 0.002
 """Maximum delay of a message."""
+LEAST_ENDED = 2
+"""Training steps that must have ended: one begins when the one before ends."""
 STEPS = 8
 """Training steps that count, at least, where nobody says how many."""
 
@@ -103,6 +106,8 @@ class SimulateOptions:
     """Seconds of each message in one process that all go through."""
     dropped: Callable[[int], str] | None = None
     """Why the group at a position is dropped; empty: it is not."""
+    watch: Callable[[int, int], bool] | None = None
+    """Asked now and then with the training steps that have ended, and with all that are to be; true: end it there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +164,8 @@ class Prediction:
     began: float = 0.0
     ended: float = 0.0
     """When the steps that count did."""
+    wanted: int = 0
+    """Steps that were to count: more than do if the simulation was ended early."""
 
     @property
     def never_trained(self) -> int:
@@ -278,8 +285,21 @@ def simulate(load: Load, device: DeviceLatency, lengths: Lengths, options: Simul
     began = time.process_time()
     with _without_collector():
         network = LeaseNetwork(scenario, timeline=options.timeline)
-        network.run()
-    return _read(load, network, steps.first, steps.end, time.process_time() - began)
+        network.run(never if options.watch is None else partial(_enough, options.watch, steps.made))
+    # Of one that was ended early, at least the last step counts, even if the pipeline was still filling.
+    last = min(steps.end, len(network.totals))
+    if last < LEAST_ENDED:
+        raise EndedEarly(last)
+    found = _read(load, network, min(steps.first, last - 1), last, time.process_time() - began)
+    return replace(found, wanted=options.steps)
+
+
+class EndedEarly(Exception):
+    """A simulation was ended before any training step could be measured; its argument: how many had ended."""
+
+
+def _enough(watch: Callable[[int, int], bool], made: int, ended: int) -> bool:
+    return watch(ended, made)
 
 
 def _guess_s(load: Load, device: DeviceLatency, lengths: Lengths) -> float:

@@ -30,7 +30,7 @@ from distflow.cluster.host_report import HostedWorker, HostReport, shortened
 from distflow.cluster.processes import Exit, HostEntry, ProcessId, RunState, agent_name, nursery_name
 from distflow.comm.addresses import place_of, worker_address
 from distflow.comm.endpoint import Endpoint
-from distflow.comm.keys import NetworkListener, agent_keys, key_file, read_keys
+from distflow.comm.keys import NetworkListener, key_file, own_keys, read_keys
 from distflow.data.decoding import Form
 from distflow.launch.agent.restart_policy import Action, Life, RestartPolicy
 from distflow.launch.run.folder import try_claim
@@ -372,7 +372,7 @@ def make_endpoint(record: RunRecord, host: int, before: Journal | None) -> Endpo
     name, roster = agent_name(host), _own_roster(record, host, before)
     if not record.hosts:
         return Endpoint(name, record.launch_term, roster)
-    own, former = agent_keys(record.path, host), _former_address(before)
+    own, former = own_keys(record.path, f"agent-{host}"), _former_address(before)
     listener = NetworkListener(record.hosts[host].address, read_keys(key_file(record.path)), own, former)
     return Endpoint(name, record.launch_term, roster, listener=listener)
 

@@ -349,8 +349,7 @@ class Scaling:
     def _write(self, pool: Mapping[str, int], names: list[str], term: Term) -> list[WorkerEntry]:
         """Write the documents of new workers of a pool that is to have these ones in a term."""
         from distflow.config.load import recipe_to_mapping
-        from distflow.config.yamlfile import yaml_text
-        from distflow.flow.document import Place, worker_document
+        from distflow.flow.document import Place, document_text, worker_document
         from distflow.flow.gpus import gpus_on
         from distflow.flow.recipe_check import plan_resized
         from distflow.flow.rescaling import renewed, span
@@ -375,7 +374,7 @@ class Scaling:
             device = document["settings"]["device"] = self._device(planned, [one.gpus for one in entries], members)
             document["begins"] = [] if term.begun is None else [list(pair) for pair in term.begun.begins]
             document = rewritten(document, shipped)
-            (record.path / "workers" / f"{name.file_stem}.yaml").write_text(yaml_text(document))
+            (record.path / "workers" / f"{name.file_stem}.yaml").write_text(document_text(document))
             generates, used = plan.primary in planned.generates, gpus_on(planned, device)
             trains, python = self._trains[name.pool], planned.python or ""
             entries.append(WorkerEntry(str(name), trains, planned.threads, host, python, generates, used))

@@ -15,6 +15,7 @@ from distflow.errors import RecipeError, UserError
 
 if TYPE_CHECKING:
     from distflow.flow.plan import Plan
+    from distflow.launch.deploy.placement import WorkerPlacement
 
 SHOWN = 500
 """Characters shown of a prompt and of its task."""
@@ -56,10 +57,15 @@ def schema(kind: str) -> int:
 @command.command()
 @click.argument("key")
 def explain(key: str) -> int:
-    """Print what KEY means, its type, unit and default; for example batch.ledgers."""
+    """Print what KEY means, its type, unit and default; for example batch.ledgers, flow.steps.sample.with.top_p."""
     from distflow.config.explain import explain as explained
+    from distflow.flow.step_settings import explain_setting
 
-    click.echo(explained(key))
+    match key.split("."):
+        case ["flow", "steps", step, "with", name]:
+            click.echo(explain_setting(step, name))
+        case _:
+            click.echo(explained(key))
     return 0
 
 
@@ -82,17 +88,21 @@ def explain(key: str) -> int:
 )
 def validate(recipe: str, overrides: tuple[str, ...], deep: bool, elsewhere: bool, hosts: Path | None) -> int:
     """Check RECIPE (a shipped name or a file): prints `ok`, or all problems with file, line and fix (exit code 2)."""
+    from distflow.flow.lanes import ONE_HOST
+    from distflow.flow.model_fit import position_problems
+    from distflow.flow.plan_text import notes_of
     from distflow.flow.recipe_check import check_imports, plan_recipe
     from distflow.launch.deploy.host_checks import problems_here
+    from distflow.launch.deploy.placement import placement_lines
 
     loaded, plan = plan_recipe(recipe, overrides, need_files=hosts is None)
-    problems, first = [], ""
+    problems, first = [*position_problems(plan, loaded.origin)], ""
     if hosts is None and not elsewhere:
         here = problems_here(plan, loaded.origin, ask_pythons=deep)
-        problems = [
+        problems += [
             replace(one, hint=f"{one.hint}; for other machines there are --elsewhere and --hosts FILE") for one in here
         ]
-    placed = _placed(plan, hosts) if hosts is not None else []
+    placement = None if hosts is None else _placed(plan, hosts)
     if deep:
         problems += check_imports(plan, loaded.origin)
     if problems:
@@ -106,19 +116,20 @@ def validate(recipe: str, overrides: tuple[str, ...], deep: bool, elsewhere: boo
     )
     if first:
         click.echo(first)
-    for line in placed:
+    for line in [] if placement is None else placement_lines(plan, placement):
         click.echo(line)
-    for note in plan.notes:
+    # Where the recipe is for other machines, their number is not known.
+    for note in plan.notes if elsewhere else notes_of(plan, ONE_HOST if placement is None else placement.where):
         click.echo(note if note in plan.warnings else f"note: {note}")
     return 0
 
 
-def _placed(plan: Plan, file: Path) -> list[str]:
-    """Say which worker runs on which host of this file; raises HostsError where they find no places."""
+def _placed(plan: Plan, file: Path) -> WorkerPlacement:
+    """Place the workers on the hosts of this file; raises HostsError where they find no places."""
     from distflow.launch.deploy.hostfile import read_hosts
-    from distflow.launch.deploy.placement import place_workers, placement_lines
+    from distflow.launch.deploy.placement import place_workers
 
-    return placement_lines(plan, place_workers(plan, read_hosts(file, None, None)))
+    return place_workers(plan, read_hosts(file, None, None))
 
 
 @click.command("test-plugin")
@@ -178,6 +189,8 @@ def init(folder: Path, task: str, model: str | None) -> int:
     except OSError as error:
         raise UserError(f"{folder}: {error.strerror or error} — give a folder that can be written") from error
     click.echo(f"next: cd {folder}; distflow launch recipe.yaml")
+    if task == "chat":
+        click.echo("a real task, with validation and a goal: recipe gsm8k; without GPU and network its twin, reasoning")
     if task == "chat" and (model is None or not Path(model).expanduser().is_dir()):
         click.echo(
             "the model comes from the hub; without a network give one of this machine: "

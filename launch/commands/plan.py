@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -14,7 +15,7 @@ from distflow.launch.commands.simulate import is_given, load_options, simulation
 
 if TYPE_CHECKING:
     from distflow.config.load import LoadedRecipe
-    from distflow.flow.lanes import Whereabouts
+    from distflow.flow.document import Place
     from distflow.flow.memory_fit import Capacity
     from distflow.flow.plan import Plan
     from distflow.launch.deploy.hostfile import Host
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from distflow.sim.plan_simulation import SimulationInput
     from distflow.sim.predict import Load
     from distflow.sim.splits import PoolSplit, SplitSearch
+
+NOT_MOVED: Mapping[Path, Path] = MappingProxyType({})
 
 
 @click.command()
@@ -87,13 +90,11 @@ def _show_plan(
     gpu_gib: float | None,
     form: str,
 ) -> int:
-    from distflow.flow.lanes import ONE_HOST
     from distflow.flow.recipe_check import plan_recipe
 
     loaded, plan = plan_recipe(recipe, overrides, need_files=False)
     placement = _placement(plan, hosts) if hosts else None
-    where = ONE_HOST if placement is None else placement.where
-    for line in _written(loaded, plan, write, svg, where):
+    for line in _written(loaded, plan, write, svg, placement):
         click.echo(line)
     if worker is not None:
         click.echo(_script(plan, worker), nl=False)
@@ -104,8 +105,10 @@ def _show_plan(
     elif form == "json":
         import json
 
+        from distflow.flow.lanes import ONE_HOST
         from distflow.flow.plan_text import plan_data
 
+        where = ONE_HOST if placement is None else placement.where
         data = plan_data(plan, _capacity(plan, hosts, gpu_gib), where)
         click.echo(json.dumps({**data, "hosts": _host_lines(plan, placement)}, indent=1))
     elif write is None and svg is None:
@@ -257,17 +260,22 @@ def _show(plan: Plan, placement: WorkerPlacement | None, seen: Capacity) -> None
         click.echo("\n".join(["", title, *(f"  {line}" for line in room)]))
 
 
-def _written(loaded: LoadedRecipe, plan: Plan, write: Path | None, svg: Path | None, where: Whereabouts) -> list[str]:
+def _written(
+    loaded: LoadedRecipe, plan: Plan, write: Path | None, svg: Path | None, placement: WorkerPlacement | None
+) -> list[str]:
     """Write what was asked for; returns the lines to show."""
+    from distflow.flow.lanes import ONE_HOST
+
     lines, option = [], ""
     try:
         if write is not None:
             option = f"--write {write}"
-            lines += _write(write, loaded, plan)
+            lines += _write(write.resolve(), loaded, plan, placement)
         if svg is not None:
             from distflow.flow.plan_svg import render_svg
 
             option = f"--svg {svg}"
+            where = ONE_HOST if placement is None else placement.where
             svg.write_text(render_svg(plan, where), encoding="utf-8")
             lines.append(str(svg))
     except OSError as error:
@@ -307,23 +315,81 @@ def _script(plan: Plan, worker: str) -> str:
         raise UserError(f"command line: --worker — {error}") from error
 
 
-def _write(folder: Path, loaded: LoadedRecipe, plan: Plan) -> list[str]:
-    """One YAML and one script per worker; returns the lines to show."""
+def _write(folder: Path, loaded: LoadedRecipe, plan: Plan, placement: WorkerPlacement | None) -> list[str]:
+    """Write one YAML and one script per worker, with hosts also keys and plug-in files; returns the lines to show."""
     from distflow.comm.addresses import worker_address
-    from distflow.flow.document import Place, document_text, worker_document
-    from distflow.flow.script import render_script
+    from distflow.flow.document import Place
 
-    run_dir = folder.resolve()
-    run_dir.mkdir(parents=True, exist_ok=True)
-    roster = {str(worker.name): worker_address(run_dir, str(worker.name)) for worker in plan.workers}
+    folder.mkdir(parents=True, exist_ok=True)
+    names = [str(worker.name) for worker in plan.workers]
+    if placement is None:
+        alone = Place(folder, {name: worker_address(folder, name) for name in names})
+        files = [_write_worker(folder, loaded, plan, name, alone) for name in names]
+        return [f"{folder / file}    run it with: distflow worker {folder / file}" for file in files]
+    places = _places(folder, placement)
+    copies = _write_plugins(folder, loaded)
     lines = []
-    for worker in plan.workers:
-        script = f"{worker.name.file_stem}.py"
-        document = worker_document(
-            plan, worker.name, Place(run_dir, roster), recipe_source=str(loaded.source), script=script
-        )
-        path = run_dir / f"{worker.name.file_stem}.yaml"
-        (run_dir / script).write_text(render_script(plan, worker.name), encoding="utf-8")
-        path.write_text(document_text(document), encoding="utf-8")
-        lines.append(f"{path}    run it with: distflow worker {path}")
+    for number, place in places.items():
+        host = placement.hosts[number]
+        moved = {file: place.run_dir / copy for file, copy in copies.items()}
+        files = [_write_worker(folder, loaded, plan, name, place, moved) for name in placement.on(number)]
+        command = "distflow worker" if host.python is None else f"{host.python} -m distflow.launch worker"
+        lines.append(f"on {host.name}, once it has {place.run_dir} (rsync -a {folder}/ {host.login}:{place.run_dir}/):")
+        lines += [f"    {command} {place.run_dir / file}" for file in files]
     return lines
+
+
+def _write_worker(
+    folder: Path, loaded: LoadedRecipe, plan: Plan, name: str, place: Place, moved: Mapping[Path, Path] = NOT_MOVED
+) -> str:
+    """Write the document and the script of a worker; returns the document's file name. `moved`: its plug-in files."""
+    from distflow.flow.document import document_text, worker_document
+    from distflow.flow.script import render_script
+    from distflow.launch.run.folder import rewritten
+    from distflow.types import WorkerName
+
+    worker = WorkerName.parse(name)
+    script, file = f"{worker.file_stem}.py", f"{worker.file_stem}.yaml"
+    document = worker_document(plan, worker, place, recipe_source=str(loaded.source), script=script)
+    (folder / script).write_text(render_script(plan, worker), encoding="utf-8")
+    (folder / file).write_text(document_text(rewritten(document, moved)), encoding="utf-8")
+    return file
+
+
+def _places(folder: Path, placement: WorkerPlacement) -> dict[int, Place]:
+    """Say for each host with workers where they listen, and where those of the others do; makes the keys for it."""
+    from distflow.comm.addresses import port_beforehand, worker_address
+    from distflow.comm.keys import key_file, listening_on, own_keys, public_hex
+    from distflow.flow.document import Place
+    from distflow.launch.deploy.hostfile import addresses_of
+
+    hosts, where = placement.hosts, placement.where
+    used = [number for number in range(len(hosts)) if placement.on(number)]
+    addresses = addresses_of({number: hosts[number] for number in used})
+    own_keys(folder, key_file(folder).stem)
+    ports = {name: port_beforehand(folder, number) for number, name in enumerate(where.hosts)}
+    afar = {
+        name: f"{listening_on(addresses[number], ports[name])}#{public_hex(own_keys(folder, name.replace('/', '-')))}"
+        for name, number in where.hosts.items()
+    }
+    places = {}
+    for here in used:
+        directory = hosts[here].directory
+        run_dir = folder if directory is None else Path(directory) / folder.name
+        near = {name: worker_address(run_dir, name, here) for name in placement.on(here)}
+        elsewhere = {name: number for name, number in where.hosts.items() if number}
+        sites = {str(number): site for number, site in where.sites.items()}
+        places[here] = Place(run_dir, afar | near, here, addresses[here], elsewhere, sites, ports)
+    return places
+
+
+def _write_plugins(folder: Path, loaded: LoadedRecipe) -> dict[Path, str]:
+    """Copy the recipe's own files into the folder; returns where each went."""
+    from distflow.launch.run.folder import plugin_files, shipped_files, shipped_names
+
+    files = plugin_files(loaded.resolved)
+    for name, file in shipped_files(files).items():
+        copy = folder / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(file.read_bytes())
+    return shipped_names(files)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import click
 from click.core import ParameterSource
@@ -27,6 +29,9 @@ DEVICE = "h100-qwen2.5-7b"
 MOST = 100
 """Simulations that one command makes."""
 MOST_TURN_S = 3600.0
+LIMIT_S = 45.0
+TELL_S, TELL_FILE_S = 2.0, 10.0
+"""How often a simulation tells how far it is: on a terminal, and elsewhere."""
 DISTRIBUTION = {"median": 900.0, "sigma": 1.1, "prompt_share": 0.6}
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -91,6 +96,14 @@ def _turn_options(command: Command) -> Command:
 @click.argument("recipe")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE[,VALUE…]]…")
 @load_options
+@click.option(
+    "--limit",
+    type=click.FloatRange(min=0.0, min_open=True),
+    default=LIMIT_S,
+    show_default=True,
+    metavar="SECONDS",
+    help="End each simulation after so long, with the training steps that it has by then.",
+)
 @_turn_options
 @_output_options
 @click.option(
@@ -124,7 +137,7 @@ def command(
         if is_given(context, name):
             raise UserError(f"--{name.replace('_', '-')}: {what} — give --faults N, too, or leave it out")
     outputs = {name: given.pop(name) for name in ("as_json", "output", "plot")}
-    turns = _turns(given.pop("turn_tokens"), given.pop("turn_s"))
+    turns, limit_s = _turns(given.pop("turn_tokens"), given.pop("turn_s")), given.pop("limit")
     inputs = replace(simulation_input(given, timeline=outputs["output"] is not None), turns=turns)
     if outputs["plot"] is not None:
         from distflow.launch.commands.plot import check_output
@@ -136,7 +149,11 @@ def command(
     for option, name in (("-o", "output"), ("--plot", "plot")):
         if outputs[name] is not None:
             check_writable(option, outputs[name])
-    found = [_simulated(recipe, words, differing, inputs) for words, differing in combinations]
+    found = []
+    for number, (words, differing) in enumerate(combinations, start=1):
+        which = f"{number} of {len(combinations)}: " if len(combinations) > 1 else ""
+        with _Progress(which, limit_s) as progress:
+            found.append(_simulated(recipe, words, differing, replace(inputs, watch=progress.tell)))
     _show(found, inputs, outputs)
     return 0
 
@@ -273,10 +290,46 @@ def _combinations(overrides: Sequence[str]) -> list[tuple[list[str], tuple[str, 
 
 def _simulated(recipe: str, overrides: Sequence[str], differing: tuple[str, ...], inputs: SimulationInput) -> Simulated:
     from distflow.flow.recipe_check import plan_recipe
+    from distflow.sim.notes import counted
     from distflow.sim.plan_simulation import simulate_plan
+    from distflow.sim.predict import EndedEarly
 
     _, plan = plan_recipe(recipe, overrides, need_files=False)
-    return simulate_plan(plan, inputs, differing)
+    try:
+        return simulate_plan(plan, inputs, differing)
+    except EndedEarly as error:
+        raise UserError(
+            f"simulate: {counted(error.args[0], 'training step')} had ended when the time of --limit was over, too few "
+            "to measure one — give more of it, such as --limit 600, or a smaller step (batch.prompts)"
+        ) from None
+
+
+class _Progress:
+    """Tells on stderr how far a simulation is, and when it has taken long enough."""
+
+    def __init__(self, which: str, limit_s: float) -> None:
+        """`which`: of several simulations, as each line begins."""
+        self._which, self._limit_s = which, limit_s
+        self._rewrites = sys.stderr.isatty()
+        self._every_s = TELL_S if self._rewrites else TELL_FILE_S
+        self._began = time.monotonic()
+        self._tell_at = self._began + self._every_s
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        if self._rewrites:
+            click.echo("\r\x1b[K", nl=False, err=True)
+
+    def tell(self, ended: int, made: int) -> bool:
+        """Say it if it is time; returns whether the simulation is to end."""
+        now = time.monotonic()
+        if now >= self._tell_at:
+            self._tell_at = now + self._every_s
+            text = f"{self._which}{ended} of {made} training steps simulated in {now - self._began:.0f} s"
+            click.echo(f"\r{text}\x1b[K" if self._rewrites else text, nl=not self._rewrites, err=True)
+        return now - self._began >= self._limit_s
 
 
 def _show(found: Sequence[Simulated], inputs: SimulationInput, outputs: Mapping[str, Any]) -> None:

@@ -206,11 +206,12 @@ def _other_count(record: RunRecord, steps: Sequence[Mapping[str, float]]) -> Ite
 def _headline(record: RunRecord, steps: Sequence[Mapping[str, float]]) -> Iterator[str]:
     """Progress of the run, and why it failed if it did."""
     from distflow.launch.observe.run_summary import held_out, progress_of, root_cause
+    from distflow.launch.run.resume import best_checkpoint
 
     progress = progress_of(record, steps)
     score = "" if progress.score is None else f", score {progress.score:.3f} (mean of the last {progress.scored})"
     yield f"{record.run_dir}: {progress}{score}"
-    yield from held_out(record.path, steps)
+    yield from held_out(steps, best_checkpoint(record.path, steps))
     if record.failure is not None:
         cause, where = root_cause(record.failure)
         yield f"cause: {cause}"

@@ -28,9 +28,8 @@ from distflow.cluster.processes import HostEntry, agent_name
 from distflow.comm.addresses import worker_address
 from distflow.comm.keys import key_file, make_keys, write_keys
 from distflow.config.load import LoadedRecipe
-from distflow.config.yamlfile import yaml_text
 from distflow.errors import UserError
-from distflow.flow.document import Place, worker_document
+from distflow.flow.document import Place, document_text, worker_document
 from distflow.flow.gpus import first_gpus, gpus_on
 from distflow.flow.plan import Plan, WorkerPlan
 from distflow.launch.agent.host_facts import code_files
@@ -180,7 +179,7 @@ class RunContents:
             )
             if self.placement is not None:
                 document["settings"]["device"] = self._device(worker)
-            files[f"workers/{worker.name.file_stem}.yaml"] = yaml_text(rewritten(document, moved)).encode()
+            files[f"workers/{worker.name.file_stem}.yaml"] = document_text(rewritten(document, moved)).encode()
         return files
 
     def _place(self, host: int) -> Place:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Iterator, Sequence
+import socket
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -71,6 +72,34 @@ def read_hosts(path: Path, include: str | None = None, exclude: str | None = Non
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--hosts {path}: cannot be read ({error}) — give a text file with one host per line") from None
     return select(parse_hosts(text, str(path)), include, exclude)
+
+
+def addresses_of(hosts: Mapping[int, Host]) -> dict[int, str]:
+    """Return the IP address of each host by number, without contacting it; raises HostsError for those without one."""
+    problems, found = [], {}
+    for number, host in hosts.items():
+        found[number] = address = host.address or _resolved(host.name)
+        unknown = not address or (len(hosts) > 1 and host.address is None and _only_here(host.name, address))
+        if unknown:
+            what = f"this machine takes the name for {address or 'no address'}, which other hosts cannot connect to"
+            hint = "say in its line what they can connect to, such as address=10.0.0.3"
+            problems.append(Problem(host.where, host.name, what, hint))
+    if problems:
+        raise HostsError(problems)
+    return found
+
+
+def _resolved(name: str) -> str:
+    """Return the address of a name, as this machine knows it; empty if it knows none."""
+    try:
+        return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError:
+        return ""
+
+
+def _only_here(name: str, address: str) -> bool:
+    # Hosts that are named by loopback addresses are meant so: all of them are this machine.
+    return name != address and ipaddress.ip_address(address).is_loopback
 
 
 def parse_hosts(text: str, source: str) -> tuple[Host, ...]:

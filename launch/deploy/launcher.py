@@ -20,6 +20,7 @@ from distflow.comm.processes import module_command
 from distflow.config.load import LoadedRecipe
 from distflow.errors import RecipeError, UserError
 from distflow.flow.memory_fit import warnings as memory_warnings
+from distflow.flow.model_fit import position_problems
 from distflow.flow.plan import Plan
 from distflow.launch.agent.host_facts import gpus
 from distflow.launch.agent.start import LIMIT, agent_command, agent_lives, start_agent
@@ -202,7 +203,9 @@ def launch_on(options: Options, loaded: LoadedRecipe, plan: Plan, placement: Wor
 
 
 def _launch(options: Options, loaded: LoadedRecipe, plan: Plan, placement: WorkerPlacement | None, start: Start) -> int:
-    """Claim a run folder, start the agents, watch."""
+    """Claim a run folder, start the agents, watch. Raises RecipeError for samples longer than a model's positions."""
+    if problems := [*position_problems(plan, loaded.origin)]:
+        raise RecipeError(problems)
     made = not options.runs_dir.exists()
     run_dir, lock, resume = _folder(options, plan)
     click.echo(str(run_dir))

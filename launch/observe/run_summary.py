@@ -99,7 +99,8 @@ def summary(record: RunRecord, recipe: Sequence[str], runs_dir: Path) -> Iterato
         yield from reached(_goal_of(record.path), steps)
     if progress.score is not None:
         yield f"score, mean of the last {progress.scored} training steps: {progress.score:.3f}"
-    yield from held_out(record.path, steps)
+    chosen = best_checkpoint(record.path, steps)
+    yield from held_out(steps, chosen)
     went = where_time_went(reader, progress.step, progress.step)
     if went:
         yield went
@@ -115,15 +116,18 @@ def summary(record: RunRecord, recipe: Sequence[str], runs_dir: Path) -> Iterato
         yield f"  {me} rollouts {record.name}{where}"
         yield f"  {me} plot {record.name}{where}"
     if next(commits(checkpoints_of(record.path)), None) is not None:
-        best = "" if best_checkpoint(record.path, steps) is None else " --best"
+        best = "" if chosen is None else " --best"
         yield f"  {me} export {record.name}{best} --to {record.name}-model{where}"
         if any(entry.generates for entry in record.workers):
             yield f"  {me} evaluate {record.name}{best}{where}"
     yield f"  {me} plan {again} --worker {record.workers[0].name}"
 
 
-def held_out(run_dir: Path, steps: Sequence[Mapping[str, float]]) -> Iterator[str]:
-    """What validation found last and at its best, and which checkpoint `run.keep_best` chose; nothing without these."""
+def held_out(steps: Sequence[Mapping[str, float]], chosen: tuple[Path, float, str] | None) -> Iterator[str]:
+    """Tell what validation found last and at its best, and which checkpoint is the best; nothing without these.
+
+    `chosen`: that checkpoint, as `best_checkpoint` finds it.
+    """
     for name in validated(steps):
         found = {int(step["step"]): step[name] for step in steps if name in step and math.isfinite(step[name])}
         if found:
@@ -133,7 +137,6 @@ def held_out(run_dir: Path, steps: Sequence[Mapping[str, float]]) -> Iterator[st
             around = f" ±{half:.2g}" if math.isfinite(half) else ""
             better = "" if best == last else f" (best {found[best]:.3g} {_after(best)})"
             yield f"validation: {name.removeprefix(VAL)} {found[last]:.3g}{around} {_after(last)}{better}"
-    chosen = best_checkpoint(run_dir, steps)
     if chosen is not None:
         folder, value, metric = chosen
         yield f"best checkpoint by run.keep_best ({metric} {value:.3g}): {folder}"

@@ -127,6 +127,17 @@ def test_every_key_of_verls_overrides_is_accounted_for(converted: Any, tmp_path:
     assert yaml.safe_load(text)["data"]["source"] == "${oc.env:HOME}/train.parquet"
 
 
+@pytest.mark.parametrize(("nodes", "prompts", "ledgers"), [(1, 64, 8), (2, 64, 16), (3, 96, 24), (2, 16, 16)])
+def test_ledgers_suffice_all_training_workers(
+    converted: Any, tmp_path: Path, nodes: int, prompts: int, ledgers: int
+) -> None:
+    words = f"trainer.nnodes={nodes} trainer.n_gpus_per_node=8 data.train_batch_size={prompts}"
+    _, text = converted("run.sh", f"python3 -m verl.trainer.main_ppo {words} actor_rollout_ref.rollout.name=vllm\n")
+    recipe = yaml.safe_load(text)
+    assert (recipe["batch"]["ledgers"], recipe["layout"]["pools"]["worker"]["count"]) == (ledgers, 8 * nodes)
+    assert "# To do: vllm shares no worker with several that train: layout.pools.worker.engine=sglang, or" in text
+
+
 def test_a_trl_script_is_read_and_never_run(converted: Any, tmp_path: Path) -> None:
     found, text = converted("grpo.py", TRL_SCRIPT)
     lacking = {one.key: one.text for one in found.accounts if one.kind == "lacks"}

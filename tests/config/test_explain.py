@@ -12,6 +12,7 @@ from distflow.config.explain import SCHEMAS, explain, json_schema
 from distflow.config.paths import recipes_folder
 from distflow.config.schema import Recipe
 from distflow.errors import RecipeError
+from distflow.launch.cli import run
 
 
 def test_a_key_is_explained() -> None:
@@ -75,3 +76,24 @@ def test_shipped_files_name_their_schema(path: Path) -> None:
     kind = "model" if kind == "head" else kind
     named = first.removeprefix("# yaml-language-server: $schema=")
     assert (path.parent / named).resolve() == recipes_folder() / "schema" / f"{kind}.json"
+
+
+def test_settings_of_steps_are_explained_for_each_function_of_that_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["config", "explain", "flow.steps.update.with.loss"]) == 0
+    text = capsys.readouterr().out
+    assert "flow.steps.update.with.loss, of distflow.workers.trainer:update" in text
+    assert "  one of: sigmoid, ipo\n  default: sigmoid" in text.partition("of distflow.workers.preference:dpo")[2]
+    assert run(["config", "explain", "flow.steps.reward.with.timeout_s"]) == 0
+    assert "  type: float | None\n  range: > 0\n  default: None" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("reward.with.tiemout_s", "there is no such setting — did you mean 'timeout_s'"),
+        ("sampel.with.top_p", "no shipped flow has a step 'sampel' — did you mean 'sample'"),
+    ],
+)
+def test_settings_that_no_step_has_are_refused(key: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["config", "explain", f"flow.steps.{key}"]) == 2
+    assert message in capsys.readouterr().err

@@ -132,7 +132,7 @@ def test_models_of_shipped_recipes_start_from_the_current_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert load_recipe("smollm2").recipe.models["policy"].path == f"{tmp_path}/models/smollm2-135m"
+    assert load_recipe("reasoning").recipe.models["policy"].path == f"{tmp_path}/models/smollm2-135m"
 
 
 def test_models_on_the_command_line_start_from_the_current_folder(

@@ -75,7 +75,7 @@ def test_a_real_model_with_sglang_and_deepspeed(launch: Launch, tmp_path: Path) 
         *small,
         "flow.steps.sample.with.max_new_tokens=12",
     ]
-    run = launch("smollm2", f"models.policy.path={model}", *chosen)
+    run = launch("reasoning", f"models.policy.path={model}", *chosen)
     assert run.wait(LIMIT_S) == 0, run.output
     lines = run.metrics()
     assert [line["step"] for line in lines] == [1, 2]

@@ -1,10 +1,12 @@
 """Every shipped recipe runs, and so do the other ways to use it."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
+from distflow.comm.addresses import socket_dir
 from tests.e2e.runs import Launch, cli
 from tests.warm_start import WarmProcess
 
@@ -76,3 +78,24 @@ def test_workers_can_be_started_by_hand(tmp_path: Path) -> None:
     outputs = [worker.communicate(timeout=120)[0] for worker in workers]
     assert [worker.returncode for worker in workers] == [0, 0], outputs
     assert "edited 3" in outputs[1]
+
+
+def test_workers_of_two_hosts_can_be_started_by_hand(tmp_path: Path) -> None:
+    """Without agents: who listens where, and whose key is whose, stands in what `plan --write --hosts` wrote."""
+    folder, there = tmp_path / "by-hand", tmp_path / "b" / "by-hand"
+    hosts = tmp_path / "hosts"
+    hosts.write_text(f"127.0.0.1 slots=1\n127.0.0.2 slots=2 dir={there.parent}\n")
+    pins = ["layout.pools.trainer.hosts=[0]", "layout.pools.rollout.hosts=[1]"]
+    written = cli("plan", "quickstart", FEW, *pins, "--hosts", str(hosts), "--write", str(folder))
+    assert written.returncode == 0, written.stdout + written.stderr
+    shutil.copytree(folder, there)
+    for document in (folder / "trainer-0.yaml", there / "rollout-1.yaml"):
+        mine, border, filled = document.read_text().partition("\n# Filled in")
+        document.write_text(mine.replace("  threads: 1\n", "  threads: 2\n") + border + filled)
+    started = [line.split()[-1] for line in written.stdout.splitlines() if line.strip().startswith("distflow worker")]
+    workers = [WarmProcess("distflow.launch", ["worker", path], merged=True) for path in started]
+    outputs = [worker.communicate(timeout=120)[0] for worker in workers]
+    assert [worker.returncode for worker in workers] == [0, 0, 0], outputs
+    assert (folder / "metrics").exists()
+    assert not any(list((there / name).glob("trainer*")) for name in ("metrics", "logs"))
+    assert not [path for path in (socket_dir(folder), socket_dir(there, 1)) if path.exists()]

@@ -22,7 +22,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_it_trains_on_chain_sums(launch: Launch, model: Path) -> None:
     small = ["run.training_steps=1", "batch.prompts=2", "batch.ledgers=2", "batch.samples_per_prompt=2"]
-    run = launch("smollm2", f"models.policy.path={model}", *small, "flow.steps.sample.with.max_new_tokens=12")
+    run = launch("reasoning", f"models.policy.path={model}", *small, "flow.steps.sample.with.max_new_tokens=12")
     assert run.wait(400) == 0, run.output
     (line,) = run.metrics()
     # Engine and trainer see the same model: their log-probs agree, and so nothing is corrected away.

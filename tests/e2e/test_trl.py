@@ -72,4 +72,4 @@ def test_smollm2_trains_on_them(launch: Launch, tmp_path: Path) -> None:
     from distflow.workers.smollm2 import main
 
     assert main([str(tmp_path / "model")]) == 0
-    check(launch, tmp_path, RECIPE.format(base="smollm2", model="models: {policy: {path: model}}"), within_s=500.0)
+    check(launch, tmp_path, RECIPE.format(base="reasoning", model="models: {policy: {path: model}}"), within_s=500.0)

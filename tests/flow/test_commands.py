@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
+from distflow.comm.keys import own_keys, public_hex
 from distflow.config.paths import shipped_recipes
 from distflow.flow.document import read_worker_document
 from distflow.launch.cli import run
@@ -52,9 +54,9 @@ def test_validate_refuses_a_missing_model_and_plan_only_notes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert run(["validate", "smollm2"]) == 2
+    assert run(["validate", "reasoning"]) == 2
     assert "for SmolLM2 run `make smollm2`" in capsys.readouterr().err
-    assert run(["plan", "smollm2"]) == 0
+    assert run(["plan", "reasoning"]) == 0
     assert "there is no folder models/smollm2-135m" in capsys.readouterr().out
 
 
@@ -99,6 +101,58 @@ def test_plan_writes_a_document_and_a_script_for_each_worker(tmp_path: Path) -> 
     document = read_worker_document(tmp_path / "trainer-0.yaml")
     assert (document.worker, document.script, document.run_dir) == ("trainer/0", "trainer-0.py", str(tmp_path))
     assert set(document.roster) == {"rollout/0", "rollout/1", "trainer/0"}
+
+
+@pytest.mark.parametrize(
+    ("lines", "addresses"),
+    [
+        (["a address=10.0.0.1", "b slots=2 address=fd00::2 dir=/scratch"], ["tcp://10.0.0.1", "tcp://[fd00::2]"]),
+        (["127.0.0.3 slots=2", "127.0.0.4"], ["tcp://127.0.0.3", "tcp://127.0.0.4"]),
+    ],
+)
+def test_documents_for_several_hosts_tell_where_the_others_listen(
+    tmp_path: Path, lines: list[str], addresses: list[str]
+) -> None:
+    hosts, folder = tmp_path / "hosts", tmp_path / "by-hand"
+    hosts.write_text("\n".join(lines))
+    assert run(["plan", "quickstart", "--hosts", str(hosts), "--write", str(folder)]) == 0
+    found = {name: read_worker_document(folder / f"{name}.yaml") for name in ("rollout-0", "rollout-1", "trainer-0")}
+    for document in found.values():
+        for name, address in document.roster.items():
+            peer = found[name.replace("/", "-")]
+            if peer.host == document.host:
+                assert address.startswith("ipc://")
+            else:
+                place, _, key = address.partition("#")
+                assert place == f"{addresses[peer.host]}:{peer.port}"
+                assert key == public_hex(own_keys(folder, name.replace("/", "-")))
+    assert len({document.port for document in found.values()}) == 3
+    assert {document.host for document in found.values()} == {0, 1}
+    assert {path.stat().st_mode & 0o777 for path in (folder / "keys").iterdir()} == {0o600}
+
+
+def test_a_host_that_others_cannot_connect_to_gets_no_documents(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "hosts").write_text("localhost slots=2\nno-such-host.invalid\n")
+    assert run(["plan", "quickstart", "--hosts", str(tmp_path / "hosts"), "--write", str(tmp_path / "to")]) == 2
+    error = capsys.readouterr().err
+    assert re.search(r"hosts:1: localhost — .* takes the name for (127.0.0.1|::1), which other", error)
+    assert re.search(r"hosts:2: no-such-host.invalid — .* takes the name for no address.*address=10.0.0.3", error)
+
+
+def test_a_recipe_with_code_of_its_own_takes_it_along_to_other_hosts(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("127.0.0.3 slots=2\n127.0.0.4 dir=/scratch\n")
+    code = tmp_path / "steps" / "own.py"
+    code.parent.mkdir()
+    code.write_text("def longest(response_text: str) -> float:\n    return float(len(response_text))\n")
+    words = [f"flow.steps.reward.with.function={code}:longest", "--hosts", str(tmp_path / "hosts")]
+    assert run(["plan", "quickstart", *words, "--write", str(tmp_path / "by-hand")]) == 0
+    for name, folder in (("rollout-0", tmp_path / "by-hand"), ("rollout-1", Path("/scratch/by-hand"))):
+        document = read_worker_document(tmp_path / "by-hand" / f"{name}.yaml")
+        named = document.recipe.flow.steps["reward"].with_["function"]
+        assert named == f"{folder}/plugins/0/own.py:longest"
+    assert (tmp_path / "by-hand" / "plugins" / "0" / "own.py").read_text() == code.read_text()
 
 
 def test_config_shows_the_resolved_recipe(capsys: pytest.CaptureFixture[str]) -> None:

@@ -105,7 +105,7 @@ def kind(key: str) -> str:
 @pytest.mark.parametrize("key", FIXED_KEYS)
 def test_whatever_a_checkpoint_depends_on_counts(key: str) -> None:
     """A resume compares recipes only if digests differ."""
-    recipe, beside = "smollm2" if key.endswith("path") else "quickstart", TAKES.get(key, [])
+    recipe, beside = "reasoning" if key.endswith("path") else "quickstart", TAKES.get(key, [])
     if key == "data.source":
         plan = planned(recipe)
         data = plan.recipe.data.model_copy(update={"source": FIXED_KEYS[key]})
@@ -117,7 +117,7 @@ def test_whatever_a_checkpoint_depends_on_counts(key: str) -> None:
 
 
 def test_those_are_all_keys_of_that_kind() -> None:
-    of_recipes = {key for recipe in ("quickstart", "smollm2") for key in lineage(planned(recipe))}
+    of_recipes = {key for recipe in ("quickstart", "reasoning") for key in lineage(planned(recipe))}
     # The head of the policy, which generates, cannot be another.
     fixed = {kind(key) for key in of_recipes if FIXED.fullmatch(key)} - {"models.policy.head"}
     assert fixed == {kind(key) for key in FIXED_KEYS}

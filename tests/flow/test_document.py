@@ -71,10 +71,10 @@ def test_a_script_and_a_checkpoint_may_be_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"worker": "rollout/9"}, r"rollout-1\.yaml:2: worker — the recipe has no worker 'rollout/9' — rollout/0"),
+        ({"worker": "rollout/9"}, r"rollout-1\.yaml:21: worker — the recipe has no worker 'rollout/9' — rollout/0"),
         ({"settings": {"threds": 1}}, r"settings\.threds — unknown key — did you mean 'threads'"),
         ({"settings": {"threads": "two"}}, r"settings\.threads — expected a whole number, got 'two'"),
-        ({"format": 2}, r"rollout-1\.yaml:1: format — 2 should be less than or equal to 1"),
+        ({"format": 2}, r"rollout-1\.yaml:20: format — 2 should be less than or equal to 1"),
         ({"rooster": {}}, r"rooster — unknown key — did you mean 'roster'"),
         ({"recipe": {}}, r"run — required"),
     ],

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from distflow.errors import RecipeError
+from distflow.errors import RecipeError, UserError
+from distflow.flow.model_fit import position_problems
 from distflow.flow.recipe_check import plan_recipe
 from distflow.flow.step_declaration import read_declaration
 from tests.flow.conftest import TEACHER, Folder
@@ -182,3 +183,63 @@ def test_models_that_read_the_policys_tokens_or_texts_of_their_own(tmp_path: Pat
     one = {"id2label": {"0": "LABEL_0"}}
     words = model_folder(tmp_path / "words", "LlamaForSequenceClassification", {"good": 0, "bad": 1}, **one)
     plan_recipe("quickstart", [f"models.judge={{path: '{words}', head: score}}", JUDGE[1]])
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize(
+    ("config", "positions"),
+    [
+        ({"model_type": "llama", **SIZES, "max_position_embeddings": 40}, 40),
+        ({"model_type": "llama", **SIZES, "max_position_embeddings": 64, "rope_parameters": YARN}, 64),
+        (
+            {
+                "model_type": "qwen3",
+                **SIZES,
+                "num_key_value_heads": 2,
+                "max_position_embeddings": 16,
+                "rope_scaling": YARN,
+            },
+            16,
+        ),
+        (
+            {
+                "model_type": "gemma3",
+                "text_config": {"model_type": "gemma3_text", **SIZES, "max_position_embeddings": 24},
+            },
+            24,
+        ),
+    ],
+)
+@pytest.mark.parametrize("more", [0, 1])
+def test_samples_longer_than_the_positions_of_a_model_are_told_before_engines_are(
+    tmp_path: Path, config: dict[str, Any], positions: int, more: int
+) -> None:
+    from transformers import AutoConfig
+
+    from distflow.workers.engines.samples import RequestLimits
+
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = [f"models.policy.path={tmp_path}", "data.max_prompt_tokens=10"]
+    words.append(f"flow.steps.sample.with.max_new_tokens={positions - 10 + more}")
+    _, plan = plan_recipe("quickstart", words, need_files=False)
+    found = [str(one) for one in position_problems(plan, lambda key: "recipe.yaml:1")]
+    assert len(found) == more
+    assert [one.partition(": ")[2] in " ".join(plan.warnings) for one in found] == [True] * more
+    loaded = AutoConfig.from_pretrained(tmp_path)
+    if more:
+        assert f"behind it are {positions + 1}, and model 'policy' has {positions} positions" in found[0]
+        with pytest.raises(UserError, match=rf"slots of {positions + 1} tokens .* model's {positions} positions"):
+            RequestLimits.of(loaded, plan.engine_tokens("policy"))
+    else:
+        assert RequestLimits.of(loaded, plan.engine_tokens("policy")).max_tokens == positions
+
+
+def test_what_validation_and_further_models_generate_counts_too() -> None:
+    for words in (["val.sampling={max_new_tokens: 60}"], ["flow=self_play", "flow.steps.solve.with.max_new_tokens=60"]):
+        _, plan = plan_recipe("quickstart", words)
+        assert [one.key for one in position_problems(plan, lambda key: "")] == ["data.max_prompt_tokens"]
+    emulated = "layout.pools.rollout.engine=distflow.testing.emulated:EmulatedEngine"
+    _, plan = plan_recipe("quickstart", ["flow.steps.sample.with.max_new_tokens=60", emulated])
+    assert not list(position_problems(plan, lambda key: ""))

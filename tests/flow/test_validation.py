@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 
 from distflow.config.load import load_recipe
+from distflow.config.paths import shipped_recipes
 from distflow.errors import RecipeError
 from distflow.flow.digest import digest_parts
 from distflow.flow.plan import Plan
 from distflow.flow.plan_text import plan_data, render_page
 from distflow.flow.planner import make_plan
+from distflow.flow.recipe_check import plan_recipe
 from distflow.flow.script import render_script
 from distflow.types import WorkerName
 
@@ -140,7 +142,7 @@ def test_without_validation_it_is_left_out() -> None:
             "run.stop_when.metric — val/avg@1 is measured by validation",
         ),
         (["val.every=3", "run.stop_when={metric: val/best, at_least: 1}"], "does not measure val/best"),
-        (["val.every=600", "run.stop_when={metric: val/avg@1, at_least: 1}"], "only before the first training step"),
+        (["val.every=null", "run.stop_when={metric: val/avg@1, at_least: 1}"], "only before the first training step"),
         (["run.stop_when={metric: critic/score}"], "run.stop_when — expected one of at_least and at_most"),
         (["val.every=3", "flow=self_play"], "val — this flow generates with a further model"),
         (["val.every=3", "flow=sft"], "val.data — step 'read' reads the samples from the data, and nothing is gen"),
@@ -153,3 +155,25 @@ def test_what_is_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(RecipeError) as error:
         plan(*overrides)
     assert message in str(error.value)
+
+
+JUDGED = ["run.save_every=4", "run.keep_best=val/avg@1", "run.stop_when={metric: val/avg@1, at_least: 1}"]
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_a_run_that_is_cut_short_before_its_first_validation_is_told_so(steps: int) -> None:
+    _, made = plan_recipe("quickstart", ["val.every=4", *JUDGED, f"run.training_steps={steps}"])
+    assert made.val is not None
+    assert made.val.versions == (0, steps)
+    why = f"has no effect: run.training_steps is {steps}, so validation is only before the first and after the last"
+    for key in ("run.stop_when", "run.keep_best"):
+        assert any(f"{key} {why}" in warning for warning in made.warnings)
+    _, longer = plan_recipe("quickstart", ["val.every=4", *JUDGED, "run.training_steps=5"])
+    assert not any("validation" in warning for warning in longer.warnings)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_every_shipped_recipe_can_be_tried_with_a_few_steps(steps: int) -> None:
+    for name in shipped_recipes():
+        if name != "reasoning":
+            plan_recipe(name, [f"run.training_steps={steps}"], need_files=False)

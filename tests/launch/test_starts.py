@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from distflow.config.paths import shipped_recipes
 from distflow.flow.recipe_check import check_imports, plan_recipe
 from distflow.launch.cli import run
 
@@ -86,7 +88,10 @@ def test_a_model_of_the_hub_is_told_with_ways_without_a_network(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["init", str(tmp_path / "hub"), "--task", "chat"]) == 0
-    assert "--model FOLDER, or models.policy.path=FOLDER behind `launch` (`make smollm2`" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "--model FOLDER, or models.policy.path=FOLDER behind `launch` (`make smollm2`" in told
+    named = re.findall(r"recipe (\w+); .* its twin, (\w+)", told)[0]
+    assert set(named) <= set(shipped_recipes())
     assert run(["init", str(tmp_path / "here"), "--task", "chat", "--model", str(model)]) == 0
     assert "make smollm2" not in capsys.readouterr().out
 

@@ -273,6 +273,7 @@ def test_a_function_that_fails_on_the_first_16_samples_ends_the_run(plugins: str
         verify(_batch(*["bad"] * 200), ctx, function=function, timeout_s=timeout_s)
     judged = int(str(caught.value).split("all of the first ")[1].split()[0])
     assert judged < 215, "it ends in the middle of the batch"
+    assert str(caught.value).endswith("; or flow.steps.reward.with.max_error_rate=1 alone goes on so")
     # A function that works once may be good enough, and so is any if every failure is allowed.
     verify(_batch("good", *["bad"] * 20), _ctx(), function=function, timeout_s=timeout_s, max_error_rate=0.5)
     verify(_batch(*["bad"] * 20), _ctx(), function=function, timeout_s=timeout_s, max_error_rate=1.0)

@@ -24,6 +24,7 @@ from distflow.sim import predict
 from distflow.sim.fluid_engine import FluidEngine, FluidSample, SampleTurns
 from distflow.sim.latency import DEVICES, DecodeLatency, DeviceCount, DeviceLatency, TrainLatency, WeightLatency
 from distflow.sim.lengths import Lognormal, read_trace
+from distflow.sim.notes import early_notes
 from distflow.sim.predict import Load, Prediction, SimulateOptions, load_of, on_one_host, simulate, whole_rounds
 from distflow.sim.workload import Job
 from distflow.types import Version
@@ -278,6 +279,50 @@ def test_steps_count_in_whole_rounds_of_those_that_wait_for_weights() -> None:
     assert [len(one["steps_s"]) for one in found] == [8, 9]
     given = json.loads(CliRunner().invoke(group, [*words, "--steps", "4"]).output)
     assert [len(one["steps_s"]) for one in given] == [4, 4]
+
+
+@pytest.mark.parametrize("enough", [2, 7])
+def test_one_that_is_ended_early_measures_the_steps_that_it_has(enough: int) -> None:
+    told: list[tuple[int, int]] = []
+
+    def watch(ended: int, made: int) -> bool:
+        told.append((ended, made))
+        return ended >= enough
+
+    whole = simulate(load_for(1), DEVICE, ALIKE, SimulateOptions(8))
+    early = simulate(load_for(1), DEVICE, ALIKE, SimulateOptions(8, watch=watch))
+    # The first three fill the pipeline, and count only if there are no others.
+    ended = told[-1][0]
+    assert enough <= ended < 11
+    assert {made for _, made in told} == {12}
+    assert (len(early.steps), early.wanted, len(whole.steps), whole.wanted) == (max(1, ended - 3), 8, 8, 8)
+    assert ended <= 3 or early.steps == whole.steps[: len(early.steps)]
+
+
+def test_the_command_says_what_it_could_not_simulate_in_time() -> None:
+    words = ["simulate", "quickstart", "--limit", "0.000001"]
+    refused = str(CliRunner().invoke(group, words).exception)
+    assert re.search(r"simulate: [01] training steps? had ended when the time of --limit was over.*--limit 6", refused)
+    assert early_notes(3, 8)[0].startswith("note: ended early: 3 of 8 training steps in the time that --limit allows")
+    assert early_notes(8, 8) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["backend=fsdp"], "note: backend 'fsdp' divides the model over the 2 workers of 'trainer'"),
+        (["backend=deepspeed", "zero=3"], "note: backend 'deepspeed' with ZeRO stage 3 divides the model over the 2"),
+        (["backend=deepspeed", "zero=2"], "note: backend 'deepspeed' with ZeRO stage 2 divides the model over the 2"),
+        (["backend=deepspeed", "zero=1"], ""),
+        ([], ""),
+    ],
+)
+def test_what_divided_backends_exchange_is_said_first_not_to_be_simulated(words: list[str], told: str) -> None:
+    pool = "layout.pools.trainer"
+    shown = invoke(f"{pool}.count=2", *(f"{pool}.{word}" for word in words), "--steps", "1").splitlines()
+    above = shown[: shown.index("")]
+    assert [line for line in above if "divides" in line] == [line for line in above if told and line.startswith(told)]
+    assert bool(told) == any("training takes longer than this says" in line for line in above)
 
 
 def test_several_values_give_a_table_or_a_list() -> None:

@@ -183,7 +183,7 @@ def test_links_that_do_not_work_are_shown_as_a_matrix():
 def test_hosts_need_what_their_workers_do(tmp_path):
     model = tmp_path / "model"
     model.mkdir()
-    plan = plan_recipe("smollm2", [f"models.policy.path={model}", "layout.pools.rollout.count=1"])[1]
+    plan = plan_recipe("reasoning", [f"models.policy.path={model}", "layout.pools.rollout.count=1"])[1]
     generates, trains = needs(plan)
     assert generates.paths == trains.paths == (str(model),)
     assert generates.memory == trains.memory == at_least(PROCESS), "nothing is known of a model that is not here"
