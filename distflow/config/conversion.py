@@ -7,6 +7,7 @@ Sections of this file: *reading* (a TRL script, by its syntax tree alone; a verl
 from __future__ import annotations
 
 import ast
+import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping
@@ -531,4 +532,6 @@ def _counted(counts: Mapping[Kind, int]) -> str:
 def _shown(value: Any) -> str:
     if isinstance(value, Expression):
         return " ".join(str(value).split())
-    return yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("...\n").strip()
+    text = yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("...\n").strip()
+    # In a comment it has one line.
+    return json.dumps(value, ensure_ascii=False) if "\n" in text else text

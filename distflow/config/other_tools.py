@@ -257,7 +257,7 @@ TRL: Mapping[str, Meaning] = {
     "top_p": Meaning("flow.steps.sample.with.top_p"),
     "top_k": Meaning("flow.steps.sample.with.top_k", make=_filter),
     **{name: Meaning(f"flow.steps.sample.with.{name}") for name in ("min_p", "repetition_penalty")},
-    "generation_kwargs": Meaning("flow.steps.sample.with", "each by its name here", together=True),
+    "generation_kwargs": Meaning("flow.steps.sample.with.stop", "and others, each by its name here", together=True),
     "chat_template_kwargs": Meaning("data.chat_template_args"),
     "shuffle_dataset": Meaning("data.shuffle"),
     "learning_rate": Meaning("models.policy.optimizer.lr"),
