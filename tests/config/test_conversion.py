@@ -169,6 +169,7 @@ def test_what_trl_hands_to_generate(converted: Any, tmp_path: Path) -> None:
         "repetition_penalty": 1.1,
         "max_new_tokens": 64,
         "top_p": 0.9,
+        "temperature": 1.0,  # of the flow itself
     }
     found, _ = converted("b.py", "args = GRPOConfig(generation_kwargs={'stop': 'x', 'presence_penalty': 0.5})\n")
     (told,) = [one.text for one in found.accounts if one.kind == "lacks"]
