@@ -7,10 +7,11 @@ V vocabulary, H heads, D head width.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from itertools import chain
 from numbers import Integral, Real
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeGuard
 
 Role = Literal["generate", "read", "score", "forward", "client", "train"]
@@ -175,28 +176,87 @@ def in_pool(pool: str, names: Iterable[str]) -> list[str]:
     return [name for name in names if name.rpartition("/")[0] == pool]
 
 
+DEPARTING: Mapping[str, Any] = MappingProxyType(
+    {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "min_new_tokens": 0, "repetition_penalty": 1.0, "logit_bias": ()}
+)
+"""Settings by which tokens are drawn from another distribution than the model's at a temperature, each with the value
+that changes nothing."""
+SHIFTING = ("min_new_tokens", "repetition_penalty", "logit_bias")
+"""Those of them that change logits before the temperature divides them."""
+_NUMBERS: Mapping[str, type] = {
+    **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), Real),
+    **dict.fromkeys(("top_k", "max_new_tokens", "min_new_tokens"), Integral),
+}
+
+
+def departing(settings: Mapping[str, Any] | SamplingParams) -> list[str]:
+    """Name the settings of `DEPARTING` that change something; an empty mapping or list, and null, do not."""
+    given = settings if isinstance(settings, Mapping) else {name: getattr(settings, name) for name in DEPARTING}
+    return [name for name, off in DEPARTING.items() if given.get(name, off) not in (off, None, [], {})]
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to sample one response. `top_p` 1.0 and `top_k` 0 switch these filters off; temperature 0 is greedy."""
+    """How to sample one response. Values that change nothing: `top_p` 1.0, `top_k` 0, `min_p` 0.0, `min_new_tokens` 0,
+    `repetition_penalty` 1.0, no `logit_bias` and no `stop`; temperature 0 is greedy.
+
+    In the order in which they act on logits: `min_new_tokens` rules out `stop_token_ids` for so many tokens;
+    `repetition_penalty` divides the logits above 0 of all tokens that are there, those of the prompt too, and
+    multiplies those below it (arXiv 1909.05858); `logit_bias` is added, by token id; temperature, top-k, top-p; `min_p`
+    leaves what is at least so many times as likely as the likeliest token (arXiv 2407.01082).
+
+    `stop`: texts that end the response with the first token that completes one, behind `min_new_tokens`. The runtime
+    looks for them, whatever the engine; `include_stop_str_in_output`: the text has them, too. The tokens always do.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     max_new_tokens: int = 16
     stop_token_ids: tuple[int, ...] = ()
+    min_p: float = 0.0
+    min_new_tokens: int = 0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
+    stop: str | tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
 
     @property
     def filters(self) -> bool:
-        """Tell whether top-k or top-p keep some tokens from being drawn that the temperature alone would allow."""
-        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1)
+        """Tell whether top-k, top-p or min-p keep some tokens from being drawn that the temperature alone would
+        allow."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+    @property
+    def shifts(self) -> bool:
+        """Tell whether logits are changed before the temperature divides them."""
+        return self.min_new_tokens > 0 or self.repetition_penalty != 1 or bool(self.logit_bias)
+
+    @property
+    def departs(self) -> bool:
+        """Tell whether tokens are drawn from another distribution than that of the model at this temperature, over the
+        whole vocabulary, which the trainer computes."""
+        return self.filters or (self.temperature > 0 and self.shifts)
+
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """The pairs of `logit_bias`, by token id."""
+        return tuple(dict(self.logit_bias).items())
+
+    @property
+    def plain(self) -> SamplingParams:
+        """The same without what departs from the model's distribution."""
+        return replace(self, **DEPARTING)
 
     def __post_init__(self) -> None:
-        """Raises TypeError for what is no number; which numbers are possible is for engines to say."""
+        """Raises TypeError for what is of another kind; which numbers are possible is for engines to say."""
+        if type(self.stop) is not tuple or type(self.logit_bias) is not tuple:
+            self._settle()
         reals = type(self.temperature) is type(self.top_p) is float
-        if reals and type(self.top_k) is type(self.max_new_tokens) is int and type(self.stop_token_ids) is tuple:
+        whole = type(self.top_k) is type(self.max_new_tokens) is int and type(self.stop_token_ids) is tuple
+        if reals and whole and not (self.stop or self.min_p or self.shifts):
             return  # as of nearly all samples; to ask the abstract classes takes three times as long
-        numbers = {"temperature": Real, "top_p": Real, "top_k": Integral, "max_new_tokens": Integral}
-        for name, kind in numbers.items():
+        for name, kind in _NUMBERS.items():
             if not isinstance(getattr(self, name), kind):
                 expected = "an integer" if kind is Integral else "a number"
                 raise TypeError(f"SamplingParams({name}={getattr(self, name)!r}): expected {expected}")
@@ -204,6 +264,21 @@ class SamplingParams:
             raise TypeError(
                 f"SamplingParams(stop_token_ids={self.stop_token_ids!r}): expected token ids, or () for none"
             )
+        if not all(isinstance(text, str) and text for text in self.stop):
+            raise TypeError(f"SamplingParams(stop={self.stop!r}): expected texts of at least one character")
+
+    def _settle(self) -> None:
+        """Give `stop` and `logit_bias` the forms that they have in all requests: tuples, of pairs by token id."""
+        if not isinstance(self.stop, str | Collection):
+            raise TypeError(f"SamplingParams(stop={self.stop!r}): expected a text, or several")
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        try:
+            pairs = tuple(sorted((int(token), float(bias)) for token, bias in dict(self.logit_bias).items()))
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                f"SamplingParams(logit_bias={self.logit_bias!r}): expected numbers by token id, as {{13: -2.0}}"
+            ) from error
+        object.__setattr__(self, "logit_bias", pairs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,10 +377,10 @@ class SampleOutput:
     """What a request has got, finished or aborted: `token_ids` and `logprobs` have equal length; `spans` cover them in
     order. `call`: of the request; `digest`: of what was asked for, in records alone.
 
-    `logprobs` are natural-log probabilities over the whole vocabulary, after temperature and before top-k and top-p, as
-    the trainer computes them. `filtered_logprobs` are those of what top-k and top-p have left, which the tokens were
-    drawn from: as many, or none where nothing was cut off or nobody wants them (`EngineSpec.filtered_logprobs`). A stop
-    token, if one was sampled, is the last of `token_ids`.
+    `logprobs` are natural-log probabilities over the whole vocabulary at the temperature, before anything else that
+    `SamplingParams` say, as the trainer computes them. `filtered_logprobs` are those of the distribution that the
+    tokens were drawn from: as many, or none where it is the same (`SamplingParams.departs`) or nobody wants them
+    (`EngineSpec.filtered_logprobs`). A stop token, if one was sampled, is the last of `token_ids`.
 
     Example:
 

@@ -7,6 +7,7 @@ Sections of this file: *reading* (a TRL script, by its syntax tree alone; a verl
 from __future__ import annotations
 
 import ast
+import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping
@@ -271,6 +272,7 @@ def _of_trl(foreign: Foreign, given: Mapping[str, Any]) -> _Together:
     _loss_of_trl(found, given)
     betas = [given.get("adam_beta1", 0.9), given.get("adam_beta2", 0.999)]
     made |= {"models.policy.optimizer.betas": betas} if {"adam_beta1", "adam_beta2"} & given.keys() else {}
+    _sampling_of_trl(found, given)
     _functions_of_trl(found, foreign, given)
     _data_of_trl(found, foreign)
     _adapter_of_trl(found, foreign)
@@ -293,6 +295,23 @@ def _loss_of_trl(found: _Together, given: Mapping[str, Any]) -> None:
         _choose(found, "cispo", "loss_type")
     if given.get("importance_sampling_level") == "sequence":
         _choose(found, "gspo", "importance_sampling_level")
+
+
+def _sampling_of_trl(found: _Together, given: Mapping[str, Any]) -> None:
+    """What TRL hands to `generate`, by the names of transformers or vLLM."""
+    wanted = given.get("generation_kwargs")
+    unknown = [] if isinstance(wanted, dict) else [] if wanted is None else ["what it has"]
+    for name, value in wanted.items() if isinstance(wanted, dict) else ():
+        if name == "stop_strings":
+            # transformers leaves them in the text, and vLLM's `stop` does not.
+            found.made["flow.steps.sample.with.include_stop_str_in_output"] = True
+        key = meant(name).removeprefix("did you mean ").removesuffix("?")
+        if key.startswith("flow.steps.sample.with.") and " " not in key:
+            found.made[key] = value
+        else:
+            unknown.append(str(name))
+    if unknown:
+        found.lacks["generation_kwargs"] = f"{', '.join(unknown)}: no setting of sampling here"
 
 
 def _functions_of_trl(found: _Together, foreign: Foreign, given: Mapping[str, Any]) -> None:
@@ -519,4 +538,6 @@ def _counted(counts: Mapping[Kind, int]) -> str:
 def _shown(value: Any) -> str:
     if isinstance(value, Expression):
         return " ".join(str(value).split())
-    return yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("...\n").strip()
+    text = yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("...\n").strip()
+    # In a comment it has one line.
+    return json.dumps(value, ensure_ascii=False) if "\n" in text else text

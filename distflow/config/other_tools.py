@@ -98,7 +98,11 @@ WORDS: Mapping[str, str] = {
     **dict.fromkeys(("grad_clip", "clip_grad", "max_norm"), "models.policy.optimizer.max_grad_norm"),
     **dict.fromkeys(("use_vllm", "vllm"), _ENGINE.format("vllm")),
     "sglang": _ENGINE.format("sglang"),
-    **dict.fromkeys(("stop", "stop_strings", "stop_sequences", "stop_words", "stop_token", "eos_token_id"), _STOP),
+    **{name: f"flow.steps.sample.with.{name}" for name in ("stop", "min_new_tokens", "include_stop_str_in_output")},
+    **{name: f"flow.steps.sample.with.{name}" for name in ("logit_bias", "min_p", "repetition_penalty")},
+    **dict.fromkeys(("stop_strings", "stop_sequences", "stop_words"), "flow.steps.sample.with.stop"),
+    **dict.fromkeys(("stop_token", "eos_token_id"), _STOP),
+    **dict.fromkeys(("min_tokens", "min_length"), "flow.steps.sample.with.min_new_tokens"),
     **dict.fromkeys(
         (
             *(
@@ -252,7 +256,8 @@ TRL: Mapping[str, Meaning] = {
     "temperature": Meaning("flow.steps.sample.with.temperature"),
     "top_p": Meaning("flow.steps.sample.with.top_p"),
     "top_k": Meaning("flow.steps.sample.with.top_k", make=_filter),
-    **dict.fromkeys(("min_p", "repetition_penalty", "generation_kwargs"), Meaning(text=_NOT_BUILT)),
+    **{name: Meaning(f"flow.steps.sample.with.{name}") for name in ("min_p", "repetition_penalty")},
+    "generation_kwargs": Meaning("flow.steps.sample.with.stop", "and others, each by its name here", together=True),
     "chat_template_kwargs": Meaning("data.chat_template_args"),
     "shuffle_dataset": Meaning("data.shuffle"),
     "learning_rate": Meaning("models.policy.optimizer.lr"),
@@ -428,6 +433,7 @@ VERL: Mapping[str, Meaning] = {
     _ROLLOUT + "temperature": Meaning("flow.steps.sample.with.temperature"),
     _ROLLOUT + "top_p": Meaning("flow.steps.sample.with.top_p"),
     _ROLLOUT + "top_k": Meaning("flow.steps.sample.with.top_k", make=_filter),
+    _ROLLOUT + "repetition_penalty": Meaning("flow.steps.sample.with.repetition_penalty"),
     _ROLLOUT + "prompt_length": Meaning("data.max_prompt_tokens"),
     _ROLLOUT + "response_length": Meaning("flow.steps.sample.with.max_new_tokens"),
     _ROLLOUT + "max_num_seqs": Meaning("layout.pools.worker.slots"),

@@ -44,8 +44,9 @@ OPTIONS: Mapping[str, str] = {
 """Option classes, free of torch. `parse(options)` raises UserError for options that an engine or backend cannot take;
 `check(use)` of the result, if it has one, raises it for a `PluginUse` that the options do not fit. Of an engine,
 `repeats_samples(deterministic)`, if it has one, tells whether a sample that is generated twice has the same tokens;
-`lacks_unfiltered()`, if it has one, says why it has no log-probs over the whole vocabulary under top-p and top-k, and
-what to do."""
+`refuses_sampling(setting, weighed=…, deterministic=…)`, if it has one, says why the engine does not take a setting of
+sampling, and what to do, else None; `weighed`: training weights tokens by the log-probs, which have to be over the
+whole vocabulary at the temperature, as the trainer's are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +107,7 @@ TOKENIZER = "distflow.workers.tokenizers:build_tokenizer"
 MODEL_CONFIG = "distflow.workers.models:load_config"
 """Reads the configuration of a model from its section of the recipe."""
 VOCABULARY = "distflow.workers.models:vocabulary_size"
+STOP_COMPLAINT = "distflow.data.stop_strings:stop_complaint"
 """How many token ids a model knows, from its section of the recipe."""
 MODEL_WRITER = "distflow.workers.exporting:write_model"
 """Writes a checkpoint's model into a folder, unchanged."""

@@ -32,6 +32,7 @@ from distflow.flow.memory import (
 from distflow.flow.plan import Plan, WorkerPlan
 from distflow.flow.sizes import PUBLISHED, WIDE, ModelSize, model_size
 from distflow.parts import PartSize
+from distflow.types import SHIFTING, departing
 
 PROCESS = 320 * MIB
 """Host memory of the interpreter with PyTorch and transformers, per worker."""
@@ -45,6 +46,8 @@ LOGIT_BYTES = 20
 """Further bytes per logit in the backward pass: scaled, probabilities, gradients, in float32."""
 DRAWN_BYTES = 32
 """Further bytes per logit when tokens are sampled, in float64."""
+SHIFTED_BYTES = 42
+"""The same where some samples have their logits shifted: what is kept of each slot, and copies."""
 REORDERED_FROM = 1 << 16
 """Elements of a matrix from which the torch engine keeps a copy on a CPU (`workers/engines/kernels.py`)."""
 ZERO_BUCKET = 50_000_000
@@ -237,12 +240,15 @@ def _engine_of(plan: Plan, worker: WorkerPlan, model: str, size: ModelSize, *, g
     own = worker.engine == ENGINES["torch"]
     reorders = own and size.gated and gpu is None and size.dtype_bytes <= WIDE
     large = size.width * size.feed_forward >= REORDERED_FROM
+    given = [step.settings for step in plan.steps if step.role == "generate" and step.model == model]
+    given += [plan.val.settings] if plan.val is not None and model == plan.primary else []
+    shifted = SHIFTED_BYTES if any({*SHIFTING} & {*departing(settings)} for settings in given) else 0
     return {
         # Versions are made from the base of what adapters change; other engines have it in the host's memory.
         "engine": size.weights * (2 if reorders and large else 1) // engine_width(worker, on_gpu=gpu is not None)
         + (size.adapted * size.dtype_bytes if own else 0),
         "kv": cache_bytes(plan, worker, model, size, gpu=gpu),
-        "drawing": worker.slots * size.vocabulary * (size.dtype_bytes + (DRAWN_BYTES if own else WIDE)),
+        "drawing": worker.slots * size.vocabulary * (size.dtype_bytes + (DRAWN_BYTES + shifted if own else WIDE)),
     }
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from distflow.errors import PluginError
 from distflow.flow.plan import StepPlan
 from distflow.flow.resolve import check_call, not_a_generate_step, split_call
-from distflow.flow.step import ATTRIBUTE, ERROR_SETTINGS, FILTERED, StepSpec, named_fields, reads_of, writes_of
+from distflow.flow.step import ATTRIBUTE, FILTERED, StepSpec, named_fields, of_runtime, reads_of, writes_of
 from distflow.types import prefixed
 
 _POSITIONAL: Mapping[str, Sequence[str]] = {
@@ -45,5 +45,5 @@ def check_step(function: object, plan: StepPlan) -> None:
     if plan.role == "generate" and yields:
         raise PluginError(f"step {plan.name!r}: {plan.call} {not_a_generate_step(split_call(plan.call)[1])}")
     positional = _POSITIONAL.get(plan.role, ("batch", "ctx"))
-    given = ERROR_SETTINGS if plan.role == "generate" else ()
+    given = of_runtime(inspect.signature(function).parameters) if plan.role == "generate" else ()
     check_call(plan.call, function, positional, tuple(name for name in plan.settings if name not in given))

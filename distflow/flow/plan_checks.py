@@ -18,7 +18,7 @@ from distflow.flow.deterministic import check_deterministic
 from distflow.flow.gpus import check_shared_gpus
 from distflow.flow.memory import check_sample_memory
 from distflow.flow.plan import PoolPlan
-from distflow.flow.plugin_options import check_filters, check_options
+from distflow.flow.plugin_options import check_options, check_sampling
 from distflow.flow.sharding import divides_models
 from distflow.flow.structure import Structure
 from distflow.flow.training_fit import check_optimizers
@@ -228,7 +228,7 @@ CHECKS: tuple[tuple[Check, Literal["always", "if sound"]], ...] = (
     (check_quantized, "if sound"),
     (check_sharding, "if sound"),
     (check_options, "if sound"),
-    (check_filters, "if sound"),
+    (check_sampling, "if sound"),
     (check_grouping, "if sound"),
     (check_several_engines, "if sound"),
     (check_offload, "if sound"),

@@ -13,8 +13,9 @@ from distflow.flow.families import refuse_attention, refuse_family
 from distflow.flow.plan import Plan, PoolPlan
 from distflow.flow.resolve import resolve
 from distflow.flow.sizes import attention_heads, configuration
-from distflow.flow.step import response_tokens
+from distflow.flow.step import SAMPLING_SETTINGS, response_tokens
 from distflow.flow.structure import Structure
+from distflow.types import SamplingParams, departing
 
 
 def repeats_samples(plan: Plan) -> bool:
@@ -72,24 +73,60 @@ def check_options(recipe: Recipe, structure: Structure, problems: Problems) -> N
             problems.add(used.key, str(error))
 
 
-def check_filters(recipe: Recipe, structure: Structure, problems: Problems) -> None:
-    """Refuse top-p and top-k where training weights tokens by log-probs that an engine tells of what these leave only.
+def check_sampling(recipe: Recipe, structure: Structure, problems: Problems) -> None:
+    """Refuse settings of sampling that an engine does not take, or of which it tells log-probs that no weight can be
+    made of: where training weights tokens, both sides need those of the same distribution.
 
-    Each weight would be too small by the mass that is cut off, which differs from place to place.
+    Otherwise each weight would be too small by the mass that is cut off, which differs from place to place.
     """
-    for node in structure.steps:
-        filters = [name for name, off in (("top_p", 1.0), ("top_k", 0)) if node.settings.get(name, off) != off]
-        weighing = next((other for other in structure.steps if other.weights_samples_of(node)), None)
-        if node.role != "generate" or not filters or weighing is None:
-            continue
-        generating = [pool for pool in structure.pools if node.model in pool.generates and not pool.validates]
-        for used in (used for pool in generating for used in _engines_of(recipe, structure, pool, str(node.model))):
-            options = resolve(OPTIONS[used.plugin]).parse(used.options) if used.plugin in OPTIONS else None
-            if options is not None and hasattr(options, "lacks_unfiltered"):
-                why, hint = options.lacks_unfiltered()
-                key, *others = [f"flow.steps.{node.name}.with.{name}" for name in filters]
-                message = f"step {weighing.name!r} weights tokens by their log-probs, and {why}"
-                problems.add(key, message, hint, others=(*others, used.chosen))
+    for node in (node for node in structure.steps if node.role == "generate"):
+        own, key = recipe.val.sampling if recipe.val and not node.prefix else {}, f"flow.steps.{node.name}.with"
+        for place, settings in ((key, node.settings), ("val.sampling", own)):
+            _check_forms(place, {**node.settings, **settings}, settings, problems)
+        given = {**dict.fromkeys(_sampling(node.settings), key), **dict.fromkeys(_sampling(own), "val.sampling")}
+        weighing = next((other.name for other in structure.steps if other.weights_samples_of(node)), "")
+        for planned in (pool for pool in structure.pools if node.model in pool.generates):
+            trained = {} if planned.validates else dict.fromkeys(_sampling(node.settings), key)
+            for used in _engines_of(recipe, structure, planned, str(node.model)) if given else ():
+                _check_engine(used, given, "", recipe.run.deterministic, problems)
+                if weighing:
+                    _check_engine(used, trained, weighing, recipe.run.deterministic, problems)
+
+
+def _sampling(settings: Mapping[str, Any]) -> list[str]:
+    """The settings of sampling that change something, and that an engine may refuse."""
+    return [*departing(settings), *(["stop"] if settings.get("stop") else [])]
+
+
+def _check_forms(place: str, settings: Mapping[str, Any], given: Mapping[str, Any], problems: Problems) -> None:
+    """Report what no request can have: values of the wrong kind, and more tokens at least than at most."""
+    for name in SAMPLING_SETTINGS:
+        try:
+            SamplingParams(**({name: given[name]} if given.get(name) is not None else {}))
+        except TypeError as error:
+            problems.add(f"{place}.{name}", str(error).partition("): ")[2], "write a value of that kind")
+    least, most = settings.get("min_new_tokens"), settings.get("max_new_tokens")
+    if "min_new_tokens" in given and isinstance(least, int) and isinstance(most, int) and least > most:
+        problems.add(f"{place}.min_new_tokens", f"{least} is more than max_new_tokens, {most}", f"at most {most}")
+
+
+def _check_engine(
+    used: _Used, given: Mapping[str, str], weighing: str, deterministic: bool, problems: Problems
+) -> None:
+    """Report what one engine refuses of the settings given, by where they stand. `weighing`: the step that weights
+    tokens; "": what it refuses in any case."""
+    options: Any = resolve(OPTIONS[used.plugin]).parse(used.options) if used.plugin in OPTIONS else None
+    if not hasattr(options, "refuses_sampling"):
+        return
+    found: dict[tuple[str, str], list[str]] = {}
+    for name, place in given.items():
+        always = options.refuses_sampling(name, weighed=False, deterministic=deterministic)
+        now = options.refuses_sampling(name, weighed=bool(weighing), deterministic=deterministic)
+        if now is not None and (always is None) == bool(weighing):
+            found.setdefault(now, []).append(f"{place}.{name}")
+    for (why, hint), (key, *others) in found.items():
+        said = f"step {weighing!r} weights tokens by their log-probs, and {why}" if weighing else why
+        problems.add(key, said, hint, others=(*others, used.chosen))
 
 
 def _engines(recipe: Recipe, structure: Structure) -> Iterator[_Used]:

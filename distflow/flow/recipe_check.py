@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from distflow.config.data_schema import DataConfig
 from distflow.config.load import Examined, LoadedRecipe, examine_recipe, recipe_from_mapping
 from distflow.config.paths import HUB_PREFIX, is_data_file
-from distflow.config.plugins import MODEL_CONFIG, VOCABULARY
+from distflow.config.plugins import MODEL_CONFIG, STOP_COMPLAINT, TOKENIZER, VOCABULARY
 from distflow.config.schema import BatchConfig, FlowConfig, LayoutConfig, ModelConfig, RunConfig
 from distflow.config.section import Section
 from distflow.config.yamlfile import shown, yaml_value
@@ -158,20 +158,35 @@ def _run(checks: Iterator[tuple[str, Callable[[], object]]], hint: str, problems
             problems.add(key, str(error), hint)
 
 
-def _check_stops(step: StepPlan, vocabulary: int) -> None:
-    stops = step.settings.get("stop_token_ids") or ()
-    unknown = [token for token in stops if type(token) is not int or not 0 <= token < vocabulary]
+def _check_tokens(tokens: Iterable[object], model: str, vocabulary: int) -> None:
+    unknown = [token for token in tokens if type(token) is not int or not 0 <= token < vocabulary]
     if unknown:
-        raise UserError(f"{unknown[0]!r} is no token id of model {step.model!r}, which has 0 to {vocabulary - 1}")
+        raise UserError(f"{unknown[0]!r} is no token id of model {model!r}, which has 0 to {vocabulary - 1}")
+
+
+def _check_texts(stops: str | Sequence[str], model: Mapping[str, object]) -> None:
+    tokenizer, complaint = resolve(TOKENIZER)(model), resolve(STOP_COMPLAINT)
+    for stop in (stops,) if isinstance(stops, str) else stops:
+        if told := complaint(tokenizer, stop):
+            raise UserError(told)
 
 
 def _stop_checks(plan: Plan) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Checks that responses end with tokens that the model can draw."""
-    size = resolve(VOCABULARY)
-    for step in plan.steps:
-        if step.role == "generate" and step.model is not None and step.settings.get("stop_token_ids"):
-            vocabulary = int(size(plan.recipe.models[step.model].model_dump()))
-            yield f"flow.steps.{step.name}.with.stop_token_ids", partial(_check_stops, step, vocabulary)
+    """Checks that responses end with tokens that the model can draw, and texts that it can write."""
+    given = {f"flow.steps.{step.name}.with": step.settings for step in plan.steps if step.role == "generate"}
+    models = {f"flow.steps.{step.name}.with": step.model for step in plan.steps}
+    if plan.recipe.val is not None:
+        given["val.sampling"], models["val.sampling"] = plan.recipe.val.sampling, plan.primary
+    for place, settings in given.items():
+        name = models[place] or plan.primary
+        if settings.get("stop_token_ids") or settings.get("logit_bias"):
+            vocabulary = int(resolve(VOCABULARY)(plan.recipe.models[name].model_dump()))
+            for key in ("stop_token_ids", "logit_bias"):
+                tokens = [int(token) if key == "logit_bias" else token for token in settings.get(key) or ()]
+                yield f"{place}.{key}", partial(_check_tokens, tokens, name, vocabulary)
+        if settings.get("stop"):
+            tokenizer_of = plan.recipe.models[plan.primary].model_dump()
+            yield f"{place}.stop", partial(_check_texts, settings["stop"], tokenizer_of)
 
 
 def _model_checks(plan: Plan) -> Iterator[tuple[str, Callable[[], object]]]:

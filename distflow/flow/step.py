@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack
@@ -17,7 +17,7 @@ SEVERAL_UPDATES = "several_updates"
 ROLLOUT = "rollout_logprobs"
 """Log-probs over the whole vocabulary, of the engine that sampled."""
 FILTERED = "rollout_filtered_logprobs"
-"""Log-probs of what top-k and top-p have left: generate steps write this field where something reads it."""
+"""Log-probs of what tokens were drawn from: generate steps write this field where something reads it."""
 MASK_TRUNCATED = "batch.mask_truncated"
 """Condition, no setting either, by which steps that train a model read why each response ended."""
 GENERATED = (
@@ -63,6 +63,18 @@ ERROR_SETTINGS: Mapping[str, Any] = MappingProxyType(
 """Settings that every generate step has beside those of its function, with their defaults: what becomes of a sample on
 which it fails (`runtime/episode_errors.py`), how long it may take, in seconds, in all and without tokens, and how many
 tokens all its sequences may have."""
+SAMPLING_SETTINGS: Mapping[str, Any] = MappingProxyType(
+    {
+        "min_p": 0.0,
+        "min_new_tokens": 0,
+        "repetition_penalty": 1.0,
+        "logit_bias": {},
+        "stop": [],
+        "include_stop_str_in_output": False,
+    }
+)
+"""Settings of sampling that every generate step has whose function has none of that name, with their defaults: they
+hold for every call of `generate`, unless its `SamplingParams` say something else than these."""
 SEQUENCES_A_SAMPLE = 4
 """Of the greatest length, so many have room in a sample if nothing else is said."""
 _ERROR_LIMITS = {"leave_out": 0.25, "retry": 0.25}
@@ -192,6 +204,11 @@ def _of_some(given: Mapping[str, Any]) -> dict[str, Any]:
     found = {name: value for name, value in given.items() if value is not None}
     lists = {name: tuple(value) for name, value in found.items() if isinstance(value, list | tuple)}
     return found | lists | {name: dict(value) for name, value in found.items() if isinstance(value, Mapping)}
+
+
+def of_runtime(own: Collection[str]) -> frozenset[str]:
+    """Name the settings of a generate step that are not for its function, which has these parameters of its own."""
+    return frozenset(ERROR_SETTINGS) | (frozenset(SAMPLING_SETTINGS) - frozenset(own))
 
 
 def error_limit(on_error: str) -> float:

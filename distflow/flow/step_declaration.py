@@ -11,7 +11,16 @@ from typing import Any, Final, Literal
 from distflow.config.schema import HEADS
 from distflow.errors import PluginError, did_you_mean
 from distflow.flow.resolve import Source, find_source, not_a_generate_step
-from distflow.flow.step import ATTRIBUTE, ENVIRONMENT, ERROR_SETTINGS, SomeSteps, StepSpec, is_range, step
+from distflow.flow.step import (
+    ATTRIBUTE,
+    ENVIRONMENT,
+    ERROR_SETTINGS,
+    SAMPLING_SETTINGS,
+    SomeSteps,
+    StepSpec,
+    is_range,
+    step,
+)
 from distflow.types import DROP_REASON, LEFT_OUT, ROLES, SCOPES
 
 _KNOWN = (
@@ -54,6 +63,17 @@ _ERROR_TYPES = {
     "turn_timeout_s": "float",
     "max_sample_tokens": "int | None",
 }
+
+_SAMPLING_RANGES = {"min_p": ">= 0, <= 1", "min_new_tokens": ">= 0", "repetition_penalty": "> 0"}
+_SAMPLING_TYPES = {
+    "min_p": "float",
+    "min_new_tokens": "int",
+    "repetition_penalty": "float",
+    "logit_bias": "Mapping[int, float]",
+    "stop": "str | Sequence[str]",
+    "include_stop_str_in_output": "bool",
+}
+_SAMPLING_ONLY_WITH = {"min_p": "temperature", "include_stop_str_in_output": "stop"}
 
 
 class _Marker:
@@ -118,7 +138,7 @@ def read_declaration(call: str) -> StepDeclaration:
     _check_form(source, spec, parameters)
     _check_choices(source, spec, parameters)
     if spec.role == "generate":
-        spec, parameters = _with_error_settings(source, spec, parameters)
+        spec, parameters = _with_further_settings(source, spec, parameters)
     # A read step has no context.
     context = parameters.positional[1] if len(parameters.positional) > 1 else ""
     keeps_state = _uses(node, context, "state")
@@ -128,7 +148,7 @@ def read_declaration(call: str) -> StepDeclaration:
     return StepDeclaration(*about, keeps_state, _drops(node), head, blocks)
 
 
-def _with_error_settings(source: Source, spec: StepSpec, parameters: Parameters) -> tuple[StepSpec, Parameters]:
+def _with_further_settings(source: Source, spec: StepSpec, parameters: Parameters) -> tuple[StepSpec, Parameters]:
     """The declaration of a generate step with the settings that every one has."""
     for name in ERROR_SETTINGS:
         if name in parameters.settings:
@@ -136,9 +156,18 @@ def _with_error_settings(source: Source, spec: StepSpec, parameters: Parameters)
                 f"{source.where}: {source.node.name!r} has a setting {name!r} of its own, and every generate step has "
                 "one of this name, which says what becomes of samples on which it fails; rename it"
             )
-    settings, types = {**parameters.settings, **ERROR_SETTINGS}, {**parameters.annotations, **_ERROR_TYPES}
-    choices, ranges = {**spec.choices, **_ON_ERROR}, {**spec.ranges, **_ERROR_RANGES}
-    return replace(spec, choices=choices, ranges=ranges), replace(parameters, settings=settings, annotations=types)
+    further = {name: value for name, value in SAMPLING_SETTINGS.items() if name not in parameters.settings}
+    settings = {**parameters.settings, **ERROR_SETTINGS, **further}
+    types = {**parameters.annotations, **_ERROR_TYPES, **{name: _SAMPLING_TYPES[name] for name in further}}
+    ranges = {name: bounds for name, bounds in _SAMPLING_RANGES.items() if name in further}
+    only_with = {name: other for name, other in _SAMPLING_ONLY_WITH.items() if name in further and other in settings}
+    spec = replace(
+        spec,
+        choices={**spec.choices, **_ON_ERROR},
+        ranges={**spec.ranges, **_ERROR_RANGES, **ranges},
+        only_with={**spec.only_with, **only_with},
+    )
+    return spec, replace(parameters, settings=settings, annotations=types)
 
 
 def _blocking(node: ast.AST) -> Iterator[tuple[str, int]]:

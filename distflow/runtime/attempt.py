@@ -102,6 +102,14 @@ def is_full(error: BaseException) -> bool:
     return isinstance(error, ContextFull)
 
 
+def in_order(news: tuple[Attempt, Event]) -> tuple[SampleKey, int, int, CallNumber]:
+    """Sort events: by sample and call, whatever came first; the end of an attempt behind all that it has asked for."""
+    attempt, event = news
+    if not isinstance(event, Returned | Raised):
+        return attempt.key, attempt.number, int(isinstance(event, Withdrawn)), event.call
+    return attempt.key, attempt.number, 2, ()
+
+
 class Attempt:
     """An attempt, numbered from 1. `function` is the step for its episode, given what to ask by; `hear` is called with
     what it does, by any thread. `first`: the number of its first call, as many as earlier attempts have had.

@@ -60,7 +60,8 @@ class ErrorPolicy:
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> ErrorPolicy:
         """Read them among all settings of a step; what is missing there has its default."""
-        on_error, attempts, rate, *timeouts, _ = {**ERROR_SETTINGS, **_among(settings, own=False)}.values()
+        given = {name: settings.get(name, default) for name, default in ERROR_SETTINGS.items()}
+        on_error, attempts, rate, *timeouts, _ = given.values()
         limit = error_limit(on_error) if rate is None else rate
         return cls(on_error, attempts if on_error == "retry" else 1, limit, *timeouts)
 
@@ -69,15 +70,6 @@ class ErrorPolicy:
         """What becomes of a sample whose last attempt has failed."""
         found: dict[str, Fate] = {"drop": "drop", "zero": "zero"}
         return found.get(self.on_error, "leave_out")
-
-
-def own_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that are for the step's own function."""
-    return _among(settings, own=True)
-
-
-def _among(settings: Mapping[str, Any], *, own: bool) -> dict[str, Any]:
-    return {name: value for name, value in settings.items() if (name not in ERROR_SETTINGS) == own}
 
 
 class EpisodeErrors:
@@ -90,7 +82,7 @@ class EpisodeErrors:
         self._step = step
         self._policies = policies
         self._tally = tally
-        self._metrics = metrics
+        self.metrics = metrics
         self._told: set[str] = set()
 
     def judge(self, failed: EpisodeFailed, episode: Episode, attempt: int) -> Fate:
@@ -121,7 +113,7 @@ class EpisodeErrors:
         policy = self._policies[lease_kind(episode.uid.position)]
         if policy.on_error == "stop":
             raise StepError(str(failed)) from failed
-        self._metrics.add(ERRORS, 1)
+        self.metrics.add(ERRORS, 1)
         if failed.kind in self._told:
             return
         self._told.add(failed.kind)

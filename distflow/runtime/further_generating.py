@@ -181,7 +181,7 @@ class FurtherGenerating:
 
     def _decode(self) -> None:
         with self._metrics.timed("timing_s/gen"):
-            outputs, wrong = self._samples.judge(self._engine.poll(), self._engine.version)
+            outputs, wrong = self._samples.judge(self._samples.poll(self._engine), self._engine.version)
         self._samples.leave_out(wrong)
         further, done = self._samples.take(outputs)
         self._samples.submit(self._engine, further)

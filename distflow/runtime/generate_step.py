@@ -13,7 +13,7 @@ segments, from the model and in between. Of finished samples `assemble` makes a 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite, nan
 from numbers import Real
@@ -24,12 +24,20 @@ from xxhash import xxh3_64_intdigest
 
 from distflow.data.batch import Batch, Column, Ragged
 from distflow.data.samples import PROMPT_TEXT, untrained_where_left_out
+from distflow.errors import UserError
 from distflow.flow.plan import StepPlan
-from distflow.flow.step import FILTERED, GENERATED, ROLLOUT, SEQUENCES, response_tokens, sample_tokens
+from distflow.flow.step import (
+    FILTERED,
+    GENERATED,
+    ROLLOUT,
+    SAMPLING_SETTINGS,
+    SEQUENCES,
+    response_tokens,
+    sample_tokens,
+)
 from distflow.runtime.attempt import Attempt, ContextFull
 from distflow.runtime.episode_errors import EpisodeErrors, EpisodeFailed
 from distflow.runtime.episode_loop import EpisodeLoop
-from distflow.runtime.metrics import MetricStore
 from distflow.runtime.protocols import Tokenizer
 from distflow.types import (
     DROP_REASON,
@@ -43,6 +51,7 @@ from distflow.types import (
     Completion,
     Episode,
     FinishReason,
+    LeaseKind,
     SampleKey,
     SampleOutput,
     SampleRequest,
@@ -75,6 +84,35 @@ class GenerateInThread(Protocol):
         """The same: returns when the tokens are there."""
 
 
+@dataclass(frozen=True, slots=True)
+class GivenSampling:
+    """What a recipe says of the sampling of all calls of a step, as `SamplingParams` have it."""
+
+    given: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any], own: Collection[str]) -> GivenSampling:
+        """Read it among all settings of a step; `own`: the parameters of its function, which passes these on itself.
+
+        Raises UserError for values of another kind.
+        """
+        named = {name: settings[name] for name in SAMPLING_SETTINGS if name in settings and name not in own}
+        try:
+            params = SamplingParams(**{name: value for name, value in named.items() if value is not None})
+        except TypeError as error:
+            raise UserError(f"settings of a generate step: {error}") from error
+        return cls({name: getattr(params, name) for name in named if getattr(params, name) != getattr(_PLAIN, name)})
+
+    def over(self, params: SamplingParams) -> SamplingParams:
+        """Add it to what a call asks for, which says nothing of what it leaves at the default."""
+        if not self.given:
+            return params
+        return replace(params, **{n: v for n, v in self.given.items() if getattr(params, n) == getattr(_PLAIN, n)})
+
+
+_PLAIN = SamplingParams()
+
+
 class GenerateStep:
     """The generate step of one worker: what an attempt at a sample calls, and what becomes of one that fails.
 
@@ -89,7 +127,7 @@ class GenerateStep:
         where: str,
         failed: Callable[[BaseException, Episode], Exception],
         errors: EpisodeErrors,
-        metrics: MetricStore,
+        sampling: Mapping[LeaseKind, GivenSampling],
         loop: EpisodeLoop,
         *,
         blocking: bool = False,
@@ -101,7 +139,8 @@ class GenerateStep:
         """The fields that it returns a number for, for each sample."""
         self.begin = begin
         self.errors = errors
-        self.metrics = metrics
+        self.metrics = errors.metrics
+        self.sampling = sampling
         self.failed = failed
         self.loop = loop
         self.blocking = blocking
@@ -186,7 +225,9 @@ class Segment:
     text: str = ""
     """Of a model's tokens."""
     filtered: tuple[float, ...] = ()
-    """Log-probs of what filters have left, where that is known and some was cut off."""
+    """Log-probs of what the tokens were drawn from, where that is known and another distribution."""
+    cut_off: str = ""
+    """Text of the last tokens that is no part of `text`: from a stop string on."""
 
 
 @dataclass(slots=True, eq=False)
@@ -494,7 +535,12 @@ def _texts(rows: Sequence[TokenSequence], ids: Sequence[Sequence[int]], tokenize
     """Of whole responses: those of single turns are known."""
     several = [number for number, row in enumerate(rows) if len(row.segments) != 1]
     decoded = dict(zip(several, tokenizer.decode_batch([ids[n] for n in several], skip_special=True), strict=True))
-    return [decoded[n] if n in decoded else row.segments[0].text for n, row in enumerate(rows)]
+    return [
+        decoded[n].removesuffix(row.segments[-1].cut_off if row.segments else "")
+        if n in decoded
+        else row.segments[0].text
+        for n, row in enumerate(rows)
+    ]
 
 
 def _logprobs(segments: Sequence[Segment], *, filtered: bool) -> Sequence[float]:

@@ -56,8 +56,8 @@ class EngineSpec:
     filtered_logprobs: bool = False
     """Whether a step reads `rollout_filtered_logprobs`; otherwise an engine may leave them out."""
     weighed: bool = False
-    """Training weights tokens by the log-probs: an engine that cannot tell those over the whole vocabulary under top-k
-    or top-p must refuse such a sample, unless it is of validation."""
+    """Training weights tokens by the log-probs: an engine that cannot tell those over the whole vocabulary where
+    `SamplingParams.departs` must refuse such a sample, unless it is of validation."""
     go_on: Callable[[], None] = _go_on
     """Called every second by code that waits for anything but a decode step: raises RunStopped, or the error that ended
     the run."""

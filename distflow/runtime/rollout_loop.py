@@ -175,7 +175,7 @@ class RolloutLoop:
         """One decode step; returns the groups that are now whole. Reports progress and free room to the owners."""
         (samples, used), began = self._core.slots_used(self._engine.free_slots), time.perf_counter()
         with self._metrics.timed("timing_s/gen"):
-            outputs = self._engine.poll()
+            outputs = self._samples.poll(self._engine)
         seconds = time.perf_counter() - began
         self._batch.look(samples, seconds, self._engine.progress(), outputs)
         self._metrics.mean("perf/slots_share", used, seconds)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from inspect import iscoroutinefunction
+from inspect import iscoroutinefunction, signature
 from types import TracebackType
 from typing import Any
 
@@ -38,12 +38,12 @@ from distflow.flow.file_import import without_import
 from distflow.flow.imported_step import check_step
 from distflow.flow.plan import StepPlan
 from distflow.flow.resolve import resolve
-from distflow.flow.step import ATTRIBUTE
+from distflow.flow.step import ATTRIBUTE, of_runtime
 from distflow.log import logger
 from distflow.runtime.attempt import ATTEMPT, RequestRefused
-from distflow.runtime.episode_errors import EpisodeErrors, EpisodeFailed, ErrorPolicy, own_settings
+from distflow.runtime.episode_errors import EpisodeErrors, EpisodeFailed, ErrorPolicy
 from distflow.runtime.episode_loop import ALONE, EpisodeLoop, SetupFailed, StepSetup
-from distflow.runtime.generate_step import GenerateStep
+from distflow.runtime.generate_step import GenerateStep, GivenSampling
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.protocols import Backend, Engine, Tokenizer, packs
 from distflow.runtime.trace_writer import spanned
@@ -285,7 +285,13 @@ class StepRunner:
         context, function = self._contexts[plan.name], self._functions[plan.name]
         validating = plan.settings if of_validation is None else of_validation
         settings: dict[LeaseKind, Mapping[str, Any]] = {"train": plan.settings, "val": validating}
-        own: dict[LeaseKind, Mapping[str, Any]] = {kind: own_settings(given) for kind, given in settings.items()}
+        parameters = signature(function).parameters
+        others = of_runtime(parameters)
+        own: dict[LeaseKind, Mapping[str, Any]] = {
+            kind: {name: value for name, value in given.items() if name not in others}
+            for kind, given in settings.items()
+        }
+        sampling = {kind: GivenSampling.of(given, parameters) for kind, given in settings.items()}
         policies = {kind: ErrorPolicy.of(given) for kind, given in settings.items()}
         errors = EpisodeErrors(plan.name, policies, lambda: context.tally, context.metrics)
 
@@ -303,7 +309,7 @@ class StepRunner:
 
         begin = self._behind_setup(plan, partial(_begin, function, context, own))
         blocking = not iscoroutinefunction(function)
-        about = (self._where(plan), failed, errors, context.metrics, self._loop)
+        about = (self._where(plan), failed, errors, sampling, self._loop)
         return GenerateStep(plan, begin, *about, blocking=blocking)
 
     def _behind_setup(self, plan: StepPlan, begin: Callable[[Episode, Any], Any]) -> Callable[[Episode, Any], Any]:

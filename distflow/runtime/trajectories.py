@@ -37,6 +37,7 @@ from functools import partial
 import torch
 
 from distflow.data.batch import Batch
+from distflow.data.stop_strings import StopWatch, cut_at
 from distflow.errors import StepError
 from distflow.exchange.messages import Lease
 from distflow.log import logger
@@ -50,6 +51,7 @@ from distflow.runtime.attempt import (
     Returned,
     ToolAnswered,
     Withdrawn,
+    in_order,
     is_full,
 )
 from distflow.runtime.engine_numbers import BAD_LOGPROBS, EngineNumbers, complaint, sound
@@ -126,6 +128,7 @@ class Trajectories:
         self._late: list[tuple[Attempt, str]] = []
         """Attempts that are to be ended, and why."""
         self._tokenizer = tokenizer
+        self._stops = StopWatch(tokenizer)
         self._dtype = dtype
         self._open: dict[SampleKey, Trajectory] = {}
         self._finished: dict[SampleKey, Trajectory] = {}
@@ -212,6 +215,10 @@ class Trajectories:
             (request,) = requests
             self._refuse(request, RequestRefused("asks for what the engine cannot do", f": {error}"))
             self.submit(engine, self._go_on())
+
+    def poll(self, engine: Engine) -> list[SampleOutput]:
+        """Have the engine decode; returns what it has finished, and the samples that have come to a stop string."""
+        return self._stops.look(engine, engine.poll(), self._is_open)
 
     def room(self, free_slots: int) -> tuple[int, int | None]:
         """How many samples may begin by the slots that are free; and how many may where the engine has nothing to
@@ -374,7 +381,7 @@ class Trajectories:
                 self._loop.settle()
             self._heard.clear()
             news = [self._news.popleft() for _ in range(len(self._news))]
-            for attempt, event in sorted(news, key=_in_order):
+            for attempt, event in sorted(news, key=in_order):
                 self._take_down(attempt, event)
         # Some may have been given up since.
         wanted, self._wanted = self._wanted, []
@@ -435,16 +442,15 @@ class Trajectories:
             self._post(sample.attempt, partial(sample.attempt.refuse, asked.call, refused))
             return
         recorded = self._recorded(sample, asked.call, digest_of(request))
-        if recorded is None:
-            self._wanted.append(request)
-            return
-        if not recorded.finish_reason:
-            self._wanted.append(replace(request, begun=recorded))
+        stop = self._stops.follow(request, () if recorded is None else recorded.token_ids)
+        if recorded is None or not (recorded.finish_reason or stop):
+            self._wanted.append(request if recorded is None else replace(request, begun=recorded))
             return
         reason: FinishReason = "stop" if recorded.finish_reason == "stop" else "length"
         tokens, logprobs, filtered = recorded.token_ids, recorded.logprobs, recorded.filtered_logprobs
-        (text,) = self._tokenizer.decode_batch([tokens], skip_special=True)
         output = SampleOutput(*sample.key, tokens, logprobs, recorded.spans, reason, filtered, asked.call)
+        output = output if stop is None else cut_at(output, stop.tokens)
+        (text,) = self._tokenizer.decode_batch([output.token_ids], skip_special=True)
         self._answer(sample, output, text)
 
     def _recall(self, sample: Trajectory, asked: AskedTool) -> None:
@@ -513,7 +519,8 @@ class Trajectories:
     def _answer(self, sample: Trajectory, output: SampleOutput, text: str) -> None:
         """Note what the model has written, and let the step go on with it."""
         call = sample.open.pop(output.call)
-        about = (output.token_ids, output.logprobs, output.spans, call.train, text, output.filtered_logprobs)
+        text, cut_off = self._stops.shown(output.key, text)
+        about = (output.token_ids, output.logprobs, output.spans, call.train, text, output.filtered_logprobs, cut_off)
         aside = call.sequence is None
         answered = AnsweredCall(
             call.request.prompt_ids, Segment(*about), output.finish_reason, aside, digest_of(call.request)
@@ -548,8 +555,10 @@ class Trajectories:
     def _request(self, sample: Trajectory, asked: AskedTokens) -> SampleRequest:
         """What to ask the engine for; notes what the sample has before that. Raises RequestRefused."""
         origin, prefix = sample.origin, asked.prompt_ids
-        sequence = self._continued(sample, asked)
-        params, limits = asked.params, self._limits_of(origin.uid.position)
+        params = self.step.sampling[lease_kind(origin.uid.position)].over(asked.params)
+        if params.stop and (why := self._stops.complaint(tuple(params.stop))):
+            raise RequestRefused("asks for what never ends a response", f": {why}")
+        sequence, limits = self._continued(sample, asked), self._limits_of(origin.uid.position)
         longest = limits.tokens - max(0, len(prefix) - len(origin.prompt_ids))
         others = [call.request.params.max_new_tokens for call in sample.open.values() if call.sequence is not None]
         whole = longest if sequence is None else limits.sample_tokens - sample.tokens - sum(others)
@@ -582,11 +591,3 @@ class Trajectories:
         if asked.aside:
             return None
         return newest if continues else sample.go_on_behind(prefix)
-
-
-def _in_order(news: tuple[Attempt, Event]) -> tuple[SampleKey, int, int, CallNumber]:
-    """Events by sample and call, whatever came first; the end of an attempt behind all that it has asked for."""
-    attempt, event = news
-    if not isinstance(event, Returned | Raised):
-        return attempt.key, attempt.number, int(isinstance(event, Withdrawn)), event.call
-    return attempt.key, attempt.number, 2, ()

@@ -97,6 +97,13 @@ class EmulatedEngineOptions(EmulatedDevice):
         parsed.distribution()
         return parsed
 
+    def refuses_sampling(self, setting: str, *, weighed: bool, deterministic: bool) -> tuple[str, str] | None:
+        """Say why it does not take a setting of sampling, and what to do; None: it does."""
+        if setting not in ("stop", "min_new_tokens"):
+            return None
+        why = "the emulated engine draws how long samples are, and all its tokens are the same"
+        return why, f"leave {setting} out, or engine torch, sglang or vllm"
+
     def transfer_s(self) -> float:
         """Seconds of the model until a version that is published has arrived."""
         return self.latency().weights.arrives_s(one_host=self.link == "host")

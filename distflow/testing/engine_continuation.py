@@ -24,11 +24,19 @@ class ContinuationContract(EngineHarness):
     """Mixed into `EngineContract`."""
 
     @pytest.mark.parametrize(
-        "params", [{}, {"temperature": 0.0}, {"temperature": 1.3, "top_k": 5, "top_p": 0.8}], ids=str
+        "params",
+        [
+            {},
+            {"temperature": 0.0},
+            {"temperature": 1.3, "top_k": 5, "top_p": 0.8},
+            {"repetition_penalty": 1.5, "logit_bias": {3: 1.5}, "min_new_tokens": 3},
+        ],
+        ids=str,
     )
     def test_begun_samples_go_on_as_if_they_had_never_stopped(self, params: dict[str, Any]) -> None:
         """Some are half done, some finished, some still queued; the new engine has other slots and other samples."""
         self.count_polls()
+        self.takes(params)
         requests = [self.request(p, max_new_tokens=4 + p, stop_token_ids=(1, 2), **params) for p in range(6)]
         whole = self._samples_of(requests)
         first = self.ready(slots=20)

@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from distflow.algorithms import corrections
 from distflow.algorithms.logprobs import token_scores
-from distflow.testing.engine_harness import FIRST, by_sample, reference_probs, run_until_done, submit
+from distflow.data.stop_strings import StopWatch, TellsTokens
+from distflow.testing.engine_harness import FIRST, Letters, by_sample, reference_probs, run_until_done, submit
 from distflow.testing.engine_offload import OffloadContract
 from distflow.types import SampleOutput, SampleRequest, SamplingParams, Span, Version
 from distflow.weights.canary import TOLERANCE, Scoring, ScoringLater, canary_rows
@@ -35,11 +37,19 @@ class EngineContract(OffloadContract):
             {"top_p": 0.6},
             {"top_p": 0.01},
             {"temperature": 1.3, "top_k": 5, "top_p": 0.8},
+            {"min_p": 0.2},
+            {"min_p": 0.1, "top_k": 8, "temperature": 1.5},
+            {"repetition_penalty": 1.8},
+            {"repetition_penalty": 0.6, "min_p": 0.1, "temperature": 0.7},
+            {"logit_bias": {3: 2.5, 7: -100.0}},
+            {"logit_bias": {5: 3.0}, "temperature": 0.0},
+            {"repetition_penalty": 1.5, "logit_bias": {2: 1.0, 4: -4.0}, "temperature": 1.4},
         ],
         ids=str,
     )
     def test_samples_from_the_distribution_asked_for(self, params: dict[str, Any]) -> None:
-        """Every token has some probability, and its log-prob is right, under plain and filtered sampling."""
+        """Every token has some probability, and its log-prob is right, under plain, filtered and shifted sampling."""
+        self.takes(params)
         engine = self.ready()
         requests = {position: self.request(position, max_new_tokens=6, **params) for position in range(5)}
         submit(engine, list(requests.values()))
@@ -57,26 +67,38 @@ class EngineContract(OffloadContract):
             {"top_k": 4},
             {"top_k": 1, "temperature": 1.3},
             {"top_k": 5, "top_p": 0.7, "temperature": 0.6},
+            {"min_p": 0.1},
+            {"repetition_penalty": 1.3, "logit_bias": {3: 2.0}, "temperature": 0.8},
+            {"min_new_tokens": 6, "stop_token_ids": (1, 2, 3, 4)},
         ],
         ids=str,
     )
     def test_the_trainer_finds_the_same_log_probs_under_filters(self, params: dict[str, Any]) -> None:
-        """π_old/π_b is 1 while both have the same weights, whatever top-k and top-p cut off: no correction acts."""
-        if not self.tells_unfiltered:
-            pytest.skip("the engine tells the log-probs of what filters leave, and the plan refuses to weight by these")
+        """π_old/π_b is 1 while both have the same weights, whatever is cut off or shifted: no correction acts."""
+        self.takes(params)
+        if not self.tells_unfiltered or (SamplingParams(**params).shifts and not self.tells_unshifted):
+            pytest.skip("the engine tells log-probs of what it draws from, and the plan refuses to weight by these")
         engine = self.ready()
         submit(engine, [self.request(position, max_new_tokens=8, **params) for position in range(5)])
         outputs = run_until_done(engine)
-        old_BT = torch.stack([self._trained(output, params.get("temperature", 1.0)) for output in outputs])
-        rollout_BT = torch.tensor([output.logprobs for output in outputs], dtype=torch.float64)
-        mask_BT = torch.ones_like(old_BT, dtype=torch.bool)
+        old_BT, rollout_BT = (
+            pad_sequence(rows, batch_first=True)
+            for rows in (
+                [self._trained(output, params.get("temperature", 1.0)) for output in outputs],
+                [torch.tensor(output.logprobs, dtype=torch.float64) for output in outputs],
+            )
+        )
+        mask_BT = pad_sequence([torch.ones(len(output.token_ids)) for output in outputs], batch_first=True).bool()
         bound = math.expm1(2 * self.tolerance)
         torch.testing.assert_close(
-            corrections.behaviour_ratio(old_BT, rollout_BT), mask_BT.double(), rtol=0, atol=bound
+            corrections.behaviour_ratio(old_BT, rollout_BT)[mask_BT],
+            torch.ones(int(mask_BT.sum()), dtype=torch.float64),
+            rtol=0,
+            atol=bound,
         )
         for correct in (corrections.icepop, corrections.mis, corrections.sequence_mis, corrections.geometric_mask):
             weights_BT = correct(old_BT, rollout_BT, mask_BT, lo=0.99, hi=1.01)
-            torch.testing.assert_close(weights_BT, mask_BT.double(), rtol=0, atol=8 * bound)
+            torch.testing.assert_close(weights_BT * mask_BT, mask_BT.double(), rtol=0, atol=8 * bound)
 
     def _trained(self, output: SampleOutput, temperature: float) -> torch.Tensor:
         """[T]: log-probs of a sample's tokens by the reference, with the arithmetic of training."""
@@ -89,10 +111,12 @@ class EngineContract(OffloadContract):
         """Greedy, filtered and plain samples in one batch."""
         engine = self.ready(slots=12)
         settings: list[dict[str, Any]] = [{"temperature": 0.0}, {"top_k": 2}, {"top_p": 0.5, "temperature": 2.0}, {}]
-        requests = [self.request(p, max_new_tokens=2 + p % 5, **settings[p % 4]) for p in range(12)]
+        shifting: list[dict[str, Any]] = [{"repetition_penalty": 1.6}, {}, {"logit_bias": {3: 2.0}}, {"min_p": 0.3}, {}]
+        settings += [given for given in shifting if not self.refused(given)]
+        requests = [self.request(p, max_new_tokens=2 + p % 5, **settings[p % len(settings)]) for p in range(18)]
         submit(engine, requests)
         outputs = run_until_done(engine)
-        assert len(by_sample(outputs)) == 48
+        assert len(by_sample(outputs)) == 72
         for output in outputs:
             self.check(requests[output.position], output)
 
@@ -150,6 +174,67 @@ class EngineContract(OffloadContract):
                 assert output.finish_reason == "length"
                 assert len(output.token_ids) == 9
         assert reasons == {"stop", "length"}
+
+    def test_tells_the_newest_tokens_alone(self) -> None:
+        """If it can: as `partials` have them, of those of the requests asked for that have more."""
+        engine = self.ready(max_tokens=self.longest + 8)
+        if not isinstance(engine, TellsTokens):
+            pytest.skip("all partial samples are asked for instead")
+        requests = [request for p in range(3) for request in self.request(p, max_new_tokens=self.longest).requests()]
+        engine.submit(requests)
+        for _ in range(10_000):
+            engine.poll()
+            partials = {output.key: output.token_ids for output in engine.partials()}
+            if len(partials) == 12 and min(map(len, partials.values())) > 4:
+                break
+        had = {key: number % 5 for number, key in enumerate(partials)}
+        assert {key: tuple(new) for key, new in engine.tokens_after(had).items()} == {
+            key: partials[key][number:] for key, number in had.items()
+        }
+        assert engine.tokens_after({key: len(tokens) for key, tokens in partials.items()} | {(77, 0, (0,)): 0}) == {}
+
+    @pytest.mark.parametrize("stops", [("a",), ("bc", "d")], ids=str)
+    def test_a_stop_string_ends_a_sample_with_the_token_that_completes_it(self, stops: tuple[str, ...]) -> None:
+        """As the runtime sees to it: what is drawn behind that token is thrown away, and its slot is free."""
+        engine, watch = self.ready(slots=8), StopWatch(Letters())
+        groups = [self.request(p, max_new_tokens=20, stop=stops, stop_token_ids=(1,)) for p in range(6)]
+        requests = {request.key: request for group in groups for request in group.requests()}
+        for request in requests.values():
+            assert watch.follow(request, ()) is None
+        engine.submit(list(requests.values()))
+        outputs: list[SampleOutput] = []
+        for _ in range(10_000):
+            if not engine.progress():
+                break
+            outputs += watch.look(engine, engine.poll(), lambda key: key in requests)
+        assert sorted(output.key for output in outputs) == sorted(requests)
+        for output in outputs:
+            text = "".join(map(Letters.letter, output.token_ids))
+            ends = any(text.endswith(stop) for stop in stops)
+            assert not any(stop in text[:-1] for stop in stops), "went on behind a stop string"
+            assert (output.finish_reason == "stop") == (ends or output.token_ids[-1] == 1)
+            assert output.spans[-1].end == len(output.token_ids)
+            self.check_request(requests[output.key], output)
+
+    @pytest.mark.parametrize("least", [1, 4, 20])
+    def test_no_stop_token_among_the_first_ones(self, least: int) -> None:
+        """`min_new_tokens` rules them out, and nothing else: from there on a sample ends at the first one."""
+        self.takes({"min_new_tokens": least})
+        engine, stops = self.ready(), tuple(range(self.vocabulary // 2))
+        params: dict[str, Any] = {"max_new_tokens": 9, "stop_token_ids": stops, "min_new_tokens": least}
+        requests = [self.request(p, **params) for p in range(6)]
+        submit(engine, [*requests, self.request(6, samples=2, max_new_tokens=3)])
+        reasons = set()
+        for output in run_until_done(engine):
+            if output.position == 6:
+                self.check(self.request(6, samples=2, max_new_tokens=3), output)
+                continue
+            ends = [place for place, token in enumerate(output.token_ids) if token in stops]
+            assert ends == ([len(output.token_ids) - 1] if output.finish_reason == "stop" else [])
+            assert len(output.token_ids) > least or output.finish_reason == "length"
+            self.check(requests[output.position], output)
+            reasons.add(output.finish_reason)
+        assert ("stop" in reasons) == (least < 9)
 
     def test_serves_nothing_without_whole_weights(self) -> None:
         """Before the first complete update a poll starts nothing; an incomplete one names what is missing."""
@@ -395,6 +480,11 @@ class EngineContract(OffloadContract):
             ({"params": SamplingParams(temperature=-1.0)}, "temperature"),
             ({"params": SamplingParams(top_p=0.0)}, "top_p"),
             ({"params": SamplingParams(top_k=-1)}, "top_k"),
+            ({"params": SamplingParams(min_p=1.5)}, "min_p 1.5"),
+            ({"params": SamplingParams(min_new_tokens=-1)}, "min_new_tokens -1"),
+            ({"params": SamplingParams(repetition_penalty=0.0)}, "repetition_penalty 0.0"),
+            ({"params": SamplingParams(logit_bias={10_000_000: 1.0})}, "logit_bias of token 10000000"),
+            ({"params": SamplingParams(logit_bias={1: math.inf})}, "logit_bias inf; expected finite numbers"),
         ],
         ids=str,
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -69,7 +69,7 @@ def submit(engine: Engine, groups: Iterable[WholeGroup]) -> None:
 
 
 def reference_probs(logits: Sequence[float], params: SamplingParams, *, joint: bool = False) -> Probs:
-    """[V]: the distribution to sample from, written as plainly as possible: temperature, then top-k, then top-p.
+    """[V]: the distribution to sample from, written as plainly as possible: temperature, top-k, top-p, then min-p.
 
     `joint`: top-p is a fraction of the whole vocabulary's mass, not of the mass that top-k leaves.
     """
@@ -90,9 +90,43 @@ def reference_probs(logits: Sequence[float], params: SamplingParams, *, joint: b
         nucleus.append(kept[len(nucleus)])
         inside += weights[nucleus[-1]]
     probs = np.zeros(len(weights))
-    probs[nucleus] = [weights[token] for token in nucleus]
+    # The likeliest token is always left, with weight 1.
+    probs[nucleus] = [weights[token] if weights[token] >= params.min_p else 0.0 for token in nucleus]
     normalised: Probs = probs / probs.sum()
     return normalised
+
+
+class Letters:
+    """A tokenizer for stop strings: every token is a letter."""
+
+    @staticmethod
+    def letter(token: int) -> str:
+        """Its text."""
+        return chr(ord("a") + token % 26)
+
+    def encode(self, text: str, *, begins: bool = False, behind: int | None = None) -> list[int]:
+        """The first tokens with these letters."""
+        return [ord(letter) - ord("a") for letter in text]
+
+    def decode_batch(self, rows: Sequence[Sequence[int]], *, skip_special: bool) -> list[str]:
+        """Texts, one per row."""
+        return ["".join(map(self.letter, row)) for row in rows]
+
+
+def shifted(
+    logits: Sequence[float], params: SamplingParams, there: Collection[int], drawn: int, *, bias_first: bool
+) -> list[float]:
+    """Logits as they are before the temperature, where such tokens are there, `drawn` of them of the response."""
+    found, biases = list(logits), dict(params.biases)
+    for token in {*there, *biases}:
+        found[token] += biases.get(token, 0.0) if bias_first else 0.0
+        if token in there:
+            penalty = params.repetition_penalty
+            found[token] = found[token] / penalty if found[token] > 0 else found[token] * penalty
+        found[token] += 0.0 if bias_first else biases.get(token, 0.0)
+    for token in params.stop_token_ids if drawn < params.min_new_tokens else ():
+        found[token] = -math.inf
+    return found
 
 
 def run_until_done(engine: Engine, polls: int = 10_000) -> list[SampleOutput]:
@@ -126,6 +160,10 @@ class EngineHarness(ABC):
     top-p leave a part of it too. `tells_filtered`: `make_engine` asks for those of the part as well
     (`EngineSpec.filtered_logprobs`).
 
+    `tells_unshifted`: log-probs are those without `min_new_tokens`, `repetition_penalty` and `logit_bias`, too, as the
+    trainer computes them. `bias_first`: `logit_bias` comes before `repetition_penalty`. `refuses`:
+    settings that the engine does not take, which its options name (`refuses_sampling`).
+
     `joint_filters`: top-k and top-p both apply to the whole distribution, as in the fused samplers of SGLang and
     FlashInfer; otherwise top-p applies to what top-k leaves.
     """
@@ -136,6 +174,9 @@ class EngineHarness(ABC):
     """Tokens of a sample that is not finished by the next poll."""
     tells_unfiltered: bool = True
     tells_filtered: bool = False
+    tells_unshifted: bool = True
+    refuses: tuple[str, ...] = ()
+    bias_first: bool = False
     joint_filters: bool = False
     tolerance: float
     """Largest difference of log-probs to a forward pass of the reference."""
@@ -188,9 +229,25 @@ class EngineHarness(ABC):
 
     def expected(self, number: int, request: WholeGroup | SampleRequest, output: SampleOutput) -> list[Probs]:
         """The distribution that each token of an output should have been drawn from."""
-        prompt = len(request.prompt_ids)
-        rows = self.logits(number, request.prompt_ids + output.token_ids)[prompt - 1 : -1]
-        return [reference_probs(row, request.params, joint=self.joint_filters) for row in rows]
+        prompt, params, tokens = len(request.prompt_ids), request.params, request.prompt_ids + output.token_ids
+        rows = self.logits(number, tokens)[prompt - 1 : -1]
+        if params.shifts:
+            rows = [
+                shifted(row, params, tokens[: prompt + drawn], drawn, bias_first=self.bias_first)
+                for drawn, row in enumerate(rows)
+            ]
+        return [reference_probs(row, params, joint=self.joint_filters) for row in rows]
+
+    def takes(self, params: Mapping[str, Any]) -> None:
+        """Called first in a test of settings that some engines refuse."""
+        why = self.refused(params)
+        if why:
+            pytest.skip(why)
+
+    def refused(self, params: Mapping[str, Any]) -> str:
+        """Say why the engine does not take these settings; "" if it does."""
+        found = ", ".join(name for name in params if name in self.refuses)
+        return f"the engine refuses {found}, and so does the plan" if found else ""
 
     def count_polls(self) -> None:
         """Called first in a test that relies on the number of tokens per poll."""
@@ -212,12 +269,17 @@ class EngineHarness(ABC):
         expected = self.expected(number, request, output)
         for token, probs in zip(output.token_ids, expected, strict=True):
             assert probs[token] > 0, f"token {token} has no probability under {request.params}"
-        whole = replace(request, params=replace(request.params, top_k=0, top_p=1.0))
-        scored = self.expected(number, whole, output) if self.tells_unfiltered else expected
+        whole = replace(request, params=request.params.plain)
+        if request.params.shifts and not self.tells_unshifted:
+            unfiltered = replace(request.params, top_k=0, top_p=1.0, min_p=0.0)
+            whole = replace(request, params=unfiltered)
+        # All the mass of a greedy sample is on the token that it takes, whatever the model itself would take.
+        departs = request.params.departs and self.tells_unfiltered
+        scored = self.expected(number, whole, output) if departs else expected
         self._check_logprobs(output.logprobs, output, scored)
-        if self.tells_filtered and request.params.filters:
+        if self.tells_filtered and request.params.departs:
             self._check_logprobs(output.filtered_logprobs, output, expected)
-        elif not request.params.filters:
+        elif not request.params.departs:
             assert output.filtered_logprobs == (), "nothing was cut off"
         if self.exact and request.params.temperature > 0:
             stream = sample_stream(request.seed, request.position, request.stream)

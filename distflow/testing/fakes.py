@@ -13,7 +13,7 @@ from distflow.data.batch import Batch, Ragged
 from distflow.data.randomness import sample_stream, uniform_rows
 from distflow.runtime.checkpoint.format import Shard, share_of
 from distflow.runtime.protocols import TokenScores, TokenValues
-from distflow.types import RequestKey, SampleOutput, SampleRequest, Version
+from distflow.types import RequestKey, SampleOutput, SampleRequest, SamplingParams, Version
 from distflow.workers.engines.samples import NamedSamples, RequestLimits, Sample
 
 SHAPES: Mapping[str, tuple[int, ...]] = {"weight": (2, 3), "bias": (2,)}
@@ -49,9 +49,10 @@ class FakeEngine:
         for request in requests:
             stream = sample_stream(request.seed, request.position, request.stream)
             drawn = uniform_rows([stream], [request.sample], request.params.max_new_tokens, [request.offset])
-            self._scripts[request.key] = (drawn[0] * self._limits.vocabulary).astype(int).tolist()
+            script = (drawn[0] * self._limits.vocabulary).astype(int).tolist()
+            self._scripts[request.key] = _held(script, request.params, self._limits.vocabulary)
         # Greedy or not, every token is equally likely, and reported as such.
-        self._samples.add([replace(r, params=replace(r.params, temperature=1.0, top_k=0, top_p=1.0)) for r in requests])
+        self._samples.add([replace(r, params=replace(r.params.plain, temperature=1.0)) for r in requests])
 
     def poll(self) -> list[SampleOutput]:
         """`pace` more tokens for every running sample."""
@@ -122,6 +123,15 @@ class FakeEngine:
         over = "length" if sample.length + len(tokens) == params.max_new_tokens else ""
         logprob = -math.log(self._limits.vocabulary) - 0.1 * version.number
         return self._samples.take(name, tokens, [logprob] * len(tokens), "stop" if ends else over)
+
+
+def _held(tokens: list[int], params: SamplingParams, vocabulary: int) -> list[int]:
+    """The same tokens, but for stop tokens that come too early: the next one that is none takes their place."""
+    others = [token for token in range(vocabulary) if token not in params.stop_token_ids]
+    for place in range(min(params.min_new_tokens, len(tokens))):
+        if tokens[place] in params.stop_token_ids:
+            tokens[place] = others[tokens[place] % len(others)]
+    return tokens
 
 
 def candidates_of(logprobs_BT: Tensor, candidates: int | Ragged) -> tuple[Tensor, Tensor] | tuple[None, None]:

@@ -141,7 +141,7 @@ def test_ledgers_suffice_all_training_workers(
 def test_a_trl_script_is_read_and_never_run(converted: Any, tmp_path: Path) -> None:
     found, text = converted("grpo.py", TRL_SCRIPT)
     lacking = {one.key: one.text for one in found.accounts if one.kind == "lacks"}
-    assert lacking == {"min_p": "not built", "seed": "run.seed: the script computes it", "xyz": "not in the dictionary"}
+    assert lacking == {"seed": "run.seed: the script computes it", "xyz": "not in the dictionary"}
     assert "# To do: write grpo_parts.py" in text
     parts = TRL_SCRIPT.partition("args = ")[0].replace('raise SystemExit("this is never run")', "")
     (tmp_path / "grpo_parts.py").write_text(parts)
@@ -157,10 +157,34 @@ def test_a_trl_script_is_read_and_never_run(converted: Any, tmp_path: Path) -> N
         "seq-mean-token-sum-norm/512",
     )
     assert recipe.flow.steps["advantage"].with_["normalize"] == "none"
+    assert recipe.flow.steps["sample"].with_["min_p"] == 0.1
     function = recipe.flow.steps["reward"].with_["function"]
     assert {name: part["weight"] for name, part in function.items()} == {"by_length": 1.0, "bounded": 0.5}
     policy = recipe.models["policy"]
     assert (policy.optimizer.lr, policy.dtype, policy.path) == (5e-6, "bfloat16", "models/tiny")
+
+
+def test_what_trl_hands_to_generate(converted: Any, tmp_path: Path) -> None:
+    wanted = {"stop_strings": ["\n\n"], "min_new_tokens": 4, "repetition_penalty": 1.1, "max_tokens": 64}
+    script = f"args = GRPOConfig(top_p=0.9, generation_kwargs={wanted})\nGRPOTrainer(model='models/tiny', args=args)\n"
+    found, text = converted("a.py", script)
+    assert {one.key: one.kind for one in found.accounts} == dict.fromkeys(
+        ("top_p", "generation_kwargs", "model"), "maps"
+    )
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1=", "answer": "1"}\n')
+    settings = planned(tmp_path, text).recipe.flow.steps["sample"].with_
+    assert settings == {
+        "stop": ["\n\n"],
+        "include_stop_str_in_output": True,
+        "min_new_tokens": 4,
+        "repetition_penalty": 1.1,
+        "max_new_tokens": 64,
+        "top_p": 0.9,
+        "temperature": 1.0,  # of the flow itself
+    }
+    found, _ = converted("b.py", "args = GRPOConfig(generation_kwargs={'stop': 'x', 'presence_penalty': 0.5})\n")
+    (told,) = [one.text for one in found.accounts if one.kind == "lacks"]
+    assert told == "presence_penalty: no setting of sampling here"
 
 
 @pytest.mark.parametrize(

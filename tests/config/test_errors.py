@@ -137,7 +137,11 @@ def test_one_mistake(override: str, message: str) -> None:
         ("lora.r=8", "lora — unknown key — did you mean models.policy.lora.rank?"),
         ("models.policy.lora.r=8", "models.policy.lora.r — unknown key — did you mean models.policy.lora.rank?"),
         ("lora_alpha=8", "lora_alpha — unknown key — did you mean models.policy.lora.alpha?"),
-        ("stop=['</s>']", "stop — unknown key — did you mean flow.steps.sample.with.stop_token_ids, as [151643]; the"),
+        ("stop=['</s>']", "stop — unknown key — did you mean flow.steps.sample.with.stop?"),
+        (
+            "eos_token_id=2",
+            "did you mean flow.steps.sample.with.stop_token_ids, as [151643]; the model's own end tokens",
+        ),
         (
             "tools=[search]",
             "tools — unknown key — a generate step of your own, which calls tools or an environment and",

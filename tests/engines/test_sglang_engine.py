@@ -94,6 +94,8 @@ class TestSGLang(FreeRunningContract):
     exact = False
     joint_filters = True
     tells_filtered = True
+    tells_unshifted = False
+    refuses = ("repetition_penalty", "min_new_tokens")
     tolerance = 1e-4
     engines: ClassVar[list[Engine]] = []
     options: ClassVar[dict[str, Any]] = {}

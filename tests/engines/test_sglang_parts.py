@@ -212,6 +212,12 @@ def test_samples_put_back_keep_what_they_have() -> None:
         ({"top_k": 5}, {"temperature": 1.0, "top_k": 5, "top_p": 1.0}),
         ({"top_k": 500}, {"temperature": 1.0, "top_k": 11, "top_p": 1.0}),
         ({"top_p": 0.5}, {"temperature": 1.0, "top_k": 11, "top_p": 0.5}),
+        ({"min_p": 0.2}, {"temperature": 1.0, "top_k": 11, "top_p": 1.0, "min_p": 0.2}),
+        ({"min_p": 0.2, "temperature": 0.0}, {"temperature": 0.0}),
+        (
+            {"logit_bias": {7: 1.5, 3: -2.0}},
+            {"temperature": 1.0, "top_k": 11, "top_p": 1.0, "logit_bias": {"3": -2.0, "7": 1.5}},
+        ),
     ],
     ids=str,
 )

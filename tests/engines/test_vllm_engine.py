@@ -93,6 +93,8 @@ class TestVLLM(EngineContract):
     exact = False
     tolerance = 1e-4
     tells_unfiltered = False
+    tells_unshifted = False
+    bias_first = True
     engines: ClassVar[list[Engine]] = []
 
     def make_engine(self, *, slots: int = 16, max_tokens: int = 64) -> Engine:

@@ -16,7 +16,7 @@ import torch
 from distflow.errors import UserError
 from distflow.runtime.protocols import EngineSpec
 from distflow.testing.engine_harness import WholeGroup, submit
-from distflow.types import VALIDATION, SamplingParams, Span, Version
+from distflow.types import VALIDATION, BegunSample, SamplingParams, Span, Version
 from distflow.workers.engines.adapter import outline_model, use_of
 from distflow.workers.engines.staged_weights import StagedWeights, staged_tensors
 from distflow.workers.engines.vllm_core import CoreSample, Row, VLLMCore
@@ -234,6 +234,31 @@ def test_filters_are_refused_where_their_log_probs_would_be_weights(filters: dic
         submit(weighed, [request(7, **filters)])
     submit(weighed, [request(7), request(VALIDATION, **filters), request(8, **filters, temperature=0.0)])
     submit(engine(), [request(7, **filters)])
+
+
+@pytest.mark.parametrize(
+    "given", [{"min_p": 0.1}, {"repetition_penalty": 1.2}, {"logit_bias": {3: 1.0}}, {"min_new_tokens": 2}], ids=str
+)
+def test_so_is_whatever_else_shifts_what_is_drawn_from(given: dict[str, Any]) -> None:
+    weighed = TapedEngine(replace(spec(), weighed=True))
+    name = next(iter(given))
+    with pytest.raises(ValueError, match=rf"sample 0 of position 7: {name} .*vLLM tells .* engine torch"):
+        submit(weighed, [request(7, **given)])
+    submit(weighed, [request(VALIDATION, **given), request(8, **given, temperature=0.0)])
+
+
+def test_vllm_has_names_of_its_own_for_what_few_samples_ask_for() -> None:
+    """Tokens that a sample had before are a part of its prompt: they count among the least number."""
+    one = engine()
+    begun = BegunSample(0, (5, 6), (-1.0, -1.0), (Span(0, 0, 0, 2),))
+    wanted = {"min_p": 0.1, "repetition_penalty": 1.2, "logit_bias": {7: 1.0, 3: -2.0}, "min_new_tokens": 3}
+    submit(one, [request(7), request(8, **wanted), replace(request(9, **wanted), begun=(begun,))])
+    one.poll()
+    plain, whole, rest = one.added()
+    assert plain.further == {}
+    expected = {"min_p": 0.1, "repetition_penalty": 1.2, "logit_bias": {3: -2.0, 7: 1.0}}
+    assert whole.further == {**expected, "min_tokens": 3}
+    assert rest.further == {**expected, "min_tokens": 1}
 
 
 def test_versions_change_between_two_steps() -> None:

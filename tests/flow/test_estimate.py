@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from distflow.data.micro_batches import split_rows
 from distflow.errors import RecipeError
-from distflow.flow.estimate import GPU_PROCESS, PROCESS, Estimate, estimate, micro_batch
+from distflow.flow.estimate import GPU_PROCESS, PROCESS, SHIFTED_BYTES, Estimate, estimate, micro_batch
 from distflow.flow.memory import MIB, NIXL_PROCESS, rows_bytes
 from distflow.flow.memory_fit import Capacity, counted_twice, host_sum, memory_data, memory_lines, placed
 from distflow.flow.plan import Plan
@@ -93,6 +93,16 @@ def test_what_is_divided_by_four(backend: str, weights: float, optimizer: float)
     assert found.worker == "trainer/0"
     assert found.weights == pytest.approx(weights * count)
     assert found.optimizer == pytest.approx(optimizer * count)
+
+
+def test_shifted_logits_take_memory_of_each_slot() -> None:
+    """Of the torch engine, whether the step says so or validation."""
+    plain, slots = one(planned("layout=colocated")), planned("layout=colocated").workers[0].slots
+    for given in ("flow.steps.sample.with.repetition_penalty=1.1", "val.sampling.logit_bias={5: 1.0}"):
+        val = ["val.every=5"] if given.startswith("val") else []
+        found = one(planned("layout=colocated", *val, given))
+        assert found.drawing - plain.drawing == slots * 151936 * SHIFTED_BYTES
+    assert one(planned("layout=colocated", "flow.steps.sample.with.stop=x")).drawing == plain.drawing
 
 
 def test_phases_with_and_without_offload() -> None:

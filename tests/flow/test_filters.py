@@ -89,3 +89,62 @@ def mine(terms, *, scale: float = 1.0) -> TokenLoss:
 )
 def test_which_flows_compare_the_samples_of_a_prompt(flow: list[str], compares: bool) -> None:
     assert planned(*flow).compares_samples("") == compares
+
+
+@pytest.mark.parametrize(
+    ("engine", "given", "message"),
+    [
+        ("sglang", "min_new_tokens=2", "SGLang asks a tokenizer for end tokens .* engine torch or vllm"),
+        ("sglang", "repetition_penalty=1.2", "none of the prompt, .* engine torch or vllm"),
+        (
+            "sglang",
+            "logit_bias={5: 2.0}",
+            "weights tokens by .*SGLang tells log-probs of logits with their bias — .*torch",
+        ),
+        ("vllm", "min_p=0.1", "weights tokens by .*min-p, top-p and top-k.* engine torch or sglang"),
+        ("vllm", "min_new_tokens=2", "weights tokens by .*leave min_new_tokens out, or engine torch"),
+        ("vllm", "logit_bias={5: 2.0}", "weights tokens by .*leave logit_bias out, or engine torch"),
+        ("vllm", "repetition_penalty=1.2", "weights tokens by .*leave repetition_penalty out, or engine torch"),
+        ("distflow.testing.emulated:EmulatedEngine", "stop='='", "draws how long samples are.* torch, sglang or vllm"),
+        ("distflow.testing.emulated:EmulatedEngine", "min_new_tokens=2", "draws how long samples are"),
+    ],
+)
+def test_an_engine_that_does_not_take_a_setting_is_named(engine: str, given: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=rf"sample\.with\.{given.partition('=')[0]} — .*{message}"):
+        planned(f"layout.pools.rollout.engine={engine}", f"{SAMPLE}.{given}")
+    planned("layout.pools.rollout.engine=torch", f"{SAMPLE}.{given}")
+    if engine == "vllm" or "logit_bias" in given:
+        planned(f"layout.pools.rollout.engine={engine}", f"{SAMPLE}.{given}", f"{UPDATE}.tis=null")
+        planned(f"layout.pools.rollout.engine={engine}", "val.every=5", f"val.sampling.{given}")
+
+
+def test_validation_is_refused_what_an_engine_never_takes() -> None:
+    with pytest.raises(RecipeError, match=r"val\.sampling\.min_new_tokens — SGLang asks a tokenizer"):
+        planned("layout.pools.rollout.engine=sglang", "val.every=5", "val.sampling.min_new_tokens=2")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (f"{SAMPLE}.min_p=1.5", r"min_p — 1.5 is not allowed — expected a number >= 0, <= 1"),
+        (f"{SAMPLE}.repetition_penalty=0", r"repetition_penalty — 0 is not allowed — expected a number > 0"),
+        (f"{SAMPLE}.min_new_tokens=-1", r"min_new_tokens — -1 is not allowed"),
+        (f"{SAMPLE}.min_new_tokens=400", r"min_new_tokens — 400 is more than max_new_tokens, \d+ — at most"),
+        (f"{SAMPLE}.stop=[3]", r"sample\.with\.stop — expected texts of at least one character"),
+        (f"{SAMPLE}.stop=3", r"sample\.with\.stop — expected text, or a list of texts, got 3"),
+        (f"{SAMPLE}.logit_bias={{x: 1}}", r"logit_bias — expected numbers by token id"),
+        (f"{SAMPLE}.logit_bias=[1]", r"logit_bias — expected a mapping, got \[1\]"),
+    ],
+)
+def test_what_no_request_can_have_is_refused(given: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        planned(given)
+
+
+def test_the_settings_are_those_of_every_generate_step(folder: Folder) -> None:
+    """One whose function has such a setting itself keeps its own default."""
+    plan = plan_recipe(folder.recipe, ["flow.steps.sample.with.stop=[x,y]"])[1]
+    assert plan.generate_step.settings["stop"] == ["x", "y"]
+    assert plan.generate_step.settings["min_p"] == 0.0
+    folder.change("max_new_tokens: int = 4)", "max_new_tokens: int = 4, min_p: float = 0.25)")
+    assert plan_recipe(folder.recipe)[1].generate_step.settings["min_p"] == 0.25

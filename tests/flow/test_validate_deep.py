@@ -87,3 +87,15 @@ def test_a_stop_token_outside_the_vocabulary_is_refused(
     assert run(["validate", recipe, "--deep", f"{key}=[12]"]) == 0
     assert run(["validate", recipe, "--deep", f"{key}=[1,99]"]) == 2
     assert f"{key} — 99 is no token id of model 'policy', which has 0 to 1" in capsys.readouterr().err
+
+
+def test_stop_strings_that_no_text_has_are_refused(
+    recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "prompts.txt").write_text("12=")
+    key = "flow.steps.sample.with.stop"
+    assert run(["validate", recipe, "--deep", f"{key}=['=', '12']", "flow.steps.sample.with.logit_bias={5: 1.0}"]) == 0
+    assert run(["validate", recipe, "--deep", f"{key}=['x']", "flow.steps.sample.with.logit_bias={99: 1.0}"]) == 2
+    said = capsys.readouterr().err
+    assert f"{key} — stop 'x' can never come: character 'x'" in said
+    assert "logit_bias — 99 is no token id of model 'policy'" in said

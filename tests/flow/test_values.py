@@ -117,8 +117,8 @@ def test_other_tools_words_among_the_settings_of_a_step() -> None:
         match=r"update\.with\.ppo_epochs — unknown setting — did you mean batch\.epochs \(passes over the samples",
     ):
         planned("flow.steps.update.with.ppo_epochs=4")
-    with pytest.raises(RecipeError, match=r"with\.stop — unknown setting — did you mean .*\.stop_token_ids, as"):
-        planned("flow.steps.sample.with.stop='</s>'")
+    with pytest.raises(RecipeError, match=r"with\.stop_words — unknown setting — did you mean .*\.stop\?"):
+        planned("flow.steps.sample.with.stop_words='</s>'")
     with pytest.raises(RecipeError, match=r"with\.tools — unknown setting — a generate step of your own, which"):
         planned("flow.steps.sample.with.tools=[search]")
 

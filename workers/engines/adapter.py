@@ -18,7 +18,7 @@ from torch import Tensor
 from distflow.config.plugins import PluginUse
 from distflow.errors import UserError
 from distflow.runtime.protocols import EngineSpec
-from distflow.types import RequestKey, SampleOutput, SampleRequest, Version
+from distflow.types import RequestKey, SampleOutput, SampleRequest, Version, departing, lease_kind
 from distflow.weights.canary import Rows
 from distflow.workers.engines.adapter_options import AdapterOptions
 from distflow.workers.engines.samples import NamedSamples, RequestLimits, Sample
@@ -121,6 +121,9 @@ class EngineAdapter(ABC, Generic[OptionsT, InnerT]):
         options.check(use_of(spec, self.limits.max_tokens, model.config))
         self.releases = self._can_release(spec)
         self.samples = NamedSamples(spec.slots, continues=not spec.deterministic)
+        self.options = options
+        self.weighed = spec.weighed
+        self.deterministic = spec.deterministic
         self.offloaded = False
         self.precision = options.quantization or dtype
         """The type it computes in."""
@@ -203,10 +206,25 @@ class EngineAdapter(ABC, Generic[OptionsT, InnerT]):
     def submit(self, requests: Sequence[SampleRequest]) -> None:
         """Queue samples; raises ValueError naming the position and the limit for one that can never run.
 
-        Nothing is queued if one of them is refused.
+        Nothing is queued if one of them is refused, as also for settings that the engine does not take.
         """
         self.limits.check_all(requests, self.samples.here)
+        for request in requests:
+            if request.params.departs or request.params.shifts:
+                self._check_sampling(request)
         self.samples.add(requests)
+
+    def _check_sampling(self, request: SampleRequest) -> None:
+        params = request.params
+        # A greedy sample, and one of validation, are no weights.
+        weighed = self.weighed and params.departs and lease_kind(request.position) == "train"
+        for name in departing(params):
+            found = self.options.refuses_sampling(name, weighed=weighed, deterministic=self.deterministic)
+            if found is not None:
+                names = ("top_p", "top_k") if name in ("top_p", "top_k") else (name,)
+                shown = ", ".join(f"{one} {getattr(params, one)}" for one in names)
+                why, hint = found
+                raise ValueError(f"sample {request.sample} of position {request.position}: {shown}: {why} — {hint}")
 
     def poll(self) -> list[SampleOutput]:
         """Start what fits, collect new tokens, return the samples that finished; raises WorkerFailed if that fails."""
@@ -264,6 +282,10 @@ class EngineAdapter(ABC, Generic[OptionsT, InnerT]):
     def partials(self) -> list[SampleOutput]:
         """What every running sample has produced so far, with finish_reason abort; they run on."""
         return self.samples.outputs()
+
+    def tokens_after(self, had: Mapping[RequestKey, int]) -> Mapping[RequestKey, Sequence[int]]:
+        """Of those of these requests that run, the response's tokens from that number on."""
+        return self.samples.tokens_after(had)
 
     def progress(self) -> Mapping[int, int]:
         """Tokens sampled so far by the samples that are queued or running, summed by prompt position."""

@@ -122,3 +122,7 @@ class AdapterOptions(ABC):
         both = sorted(set(taken) & set(self.args))
         if both:
             raise UserError(f"engine_options.args: {', '.join(both)} is set by distflow; leave it out")
+
+    @abstractmethod
+    def refuses_sampling(self, setting: str, *, weighed: bool, deterministic: bool) -> tuple[str, str] | None:
+        """Say why it does not take a setting of sampling, and what to do; None: it does."""

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from math import inf, isfinite
 from typing import Any
 
 from distflow.errors import UserError
@@ -20,6 +21,7 @@ from distflow.types import (
     RequestKey,
     SampleOutput,
     SampleRequest,
+    SamplingParams,
     Span,
     Version,
     joined_filtered,
@@ -81,9 +83,26 @@ class RequestLimits:
             (not 0 <= params.temperature < float("inf"), f"temperature {params.temperature}; expected 0 or more"),
             (not 0 < params.top_p <= 1, f"top_p {params.top_p}; expected 0 < top_p ≤ 1"),
             (params.top_k < 0, f"top_k {params.top_k}; expected 0 (off) or more"),
+            *self._further_checks(params),
         ]
         problems = [message for wrong, message in checks if wrong]
         return problems or ([] if request.begun is None else self._begun_problems(request.begun, new - 1))
+
+    def _further_checks(self, params: SamplingParams) -> list[tuple[bool, str]]:
+        if not (params.shifts or params.min_p or params.min_new_tokens):
+            return []
+        held = params.min_new_tokens > 0 and len({t for t in params.stop_token_ids if t >= 0}) >= self.vocabulary
+        return [
+            (not 0 <= params.min_p <= 1, f"min_p {params.min_p}; expected 0 (off) to 1"),
+            (params.min_new_tokens < 0, f"min_new_tokens {params.min_new_tokens}; expected 0 (off) or more"),
+            (held, "min_new_tokens rules out stop_token_ids, which are all tokens that there are"),
+            (not 0 < params.repetition_penalty < inf, f"repetition_penalty {params.repetition_penalty}; expected > 0"),
+            *(
+                (not 0 <= token < self.vocabulary, f"logit_bias of token {token}; expected 0 … {self.vocabulary - 1}")
+                for token, _ in params.biases
+            ),
+            *((not isfinite(bias), f"logit_bias {bias}; expected finite numbers") for _, bias in params.biases),
+        ]
 
     def _begun_problems(self, begun: BegunSample, longest: int) -> list[str]:
         tokens = begun.token_ids
@@ -143,6 +162,11 @@ class Sample:
         """The `input_length` tokens to read."""
         return [*self.request.prompt_ids, *self.before.token_ids]
 
+    def tokens_after(self, number: int) -> Sequence[int]:
+        """Sampled tokens from this number on."""
+        before = self.before.token_ids
+        return self.tokens[number - len(before) :] if number >= len(before) else (*before[number:], *self.tokens)
+
     def use_version(self, version: Version) -> None:
         """Tokens added from now on come from this version."""
         self.version_starts.append((version.term, version.number, len(self.tokens)))
@@ -201,6 +225,11 @@ class EngineSamples(ABC):
             position = sample.request.position
             tokens[position] = tokens.get(position, 0) + sample.length
         return tokens
+
+    def tokens_after(self, had: Mapping[RequestKey, int]) -> Mapping[RequestKey, Sequence[int]]:
+        """Of those of these requests that have tokens, the response's from that number on."""
+        found = {sample.key: sample for sample in self._unfinished() if sample.key in had}
+        return {key: sample.tokens_after(had[key]) for key, sample in found.items() if sample.length > had[key]}
 
     def _start(self, number: int, had: BegunSample | None) -> BegunSample:
         """What a sample goes on after."""

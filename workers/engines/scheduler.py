@@ -57,13 +57,14 @@ class Scheduler(EngineSamples):
     ) -> dict[int, FinishReason]:
         """Add one token to each running sample; returns the slots that finished, ascending, with the reason.
 
-        `filtered`: the filtered log-probs, where they are wanted and some sample has a filter.
+        `filtered`: the filtered log-probs, where they are wanted and some sample's distribution departs from
+        the model's.
         """
         finished: dict[int, FinishReason] = {}
         for slot, (sample, token, logprob) in enumerate(zip(self.running, tokens, logprobs, strict=True)):
             sample.tokens.append(token)
             sample.logprobs.append(logprob)
-            if filtered and sample.request.params.filters:
+            if filtered and sample.request.params.departs:
                 sample.filtered.append(filtered[slot])
             if token in sample.request.params.stop_token_ids:
                 finished[slot] = "stop"

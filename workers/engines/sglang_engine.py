@@ -56,8 +56,6 @@ class SGLangEngine(EngineAdapter[SGLangOptions, EngineProcess]):
     def __init__(self, spec: EngineSpec) -> None:
         """Returns when SGLang runs. Raises UserError for what it cannot do, WorkerFailed if it does not start."""
         super().__init__(spec, SGLangOptions.parse(spec.options))
-        # Then each sample has random numbers of its own.
-        self.deterministic = spec.deterministic
         self.tells_filtered = spec.filtered_logprobs
         self._deaths: list[float] = []
         self._served = False
@@ -141,7 +139,7 @@ class SGLangEngine(EngineAdapter[SGLangOptions, EngineProcess]):
                 "rid": name,
                 "ids": sample.input_ids,
                 "params": sampling_params(sample, self.limits.vocabulary, seeded=self.deterministic),
-                "filtered": self.tells_filtered and sample.request.params.filters,
+                "filtered": self.tells_filtered and sample.request.params.departs,
                 "cache_salt": cache_salt(version),
             }
             for name, sample in started.items()
@@ -213,7 +211,9 @@ def sampling_params(sample: Sample, vocabulary: int, *, seeded: bool = False) ->
         "stop_token_ids": list(params.stop_token_ids),
     }
     wanted |= {"sampling_seed": sample_seed(sample)} if seeded else {}
-    if params.filters:
+    wanted |= {"min_p": params.min_p} if params.filters and params.min_p else {}
+    wanted |= {"logit_bias": {str(token): bias for token, bias in params.biases}} if params.logit_bias else {}
+    if params.departs:
         # With top_k 1 SGLang would leave the temperature out of the log-probs; and it returns filtered ones only where
         # top_k bounds what is left.
         top_p = LEAST_TOP_P if params.top_k == 1 else params.top_p

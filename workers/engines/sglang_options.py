@@ -22,6 +22,14 @@ DETERMINISTIC = ("fa3", "fa4", "flashinfer", "triton")
 """Attention backends with which SGLang's results do not depend on the batch."""
 SLACK = 8
 """Positions that SGLang keeps free after the longest sample it accepts."""
+REFUSED = {
+    "repetition_penalty": "SGLang counts tokens that it has drawn itself: none of the prompt, and none that a sample "
+    "had before it was moved",
+    "min_new_tokens": "SGLang asks a tokenizer for end tokens then, and runs without one",
+}
+"""Settings of sampling that it does not take, with the reason."""
+BIASED = "SGLang tells log-probs of logits with their bias"
+UNSEEDED = "SGLang has no random numbers of a sample's own for min-p (run.deterministic)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +85,16 @@ class SGLangOptions(AdapterOptions):
     def repeats_samples(self, deterministic: bool) -> bool:
         """Whether equal requests give equal tokens: its random numbers are one stream, but for run.deterministic."""
         return deterministic
+
+    def refuses_sampling(self, setting: str, *, weighed: bool, deterministic: bool) -> tuple[str, str] | None:
+        """Say why it does not take a setting of sampling, and what to do; None: it does."""
+        if setting in REFUSED:
+            return REFUSED[setting], f"leave {setting} out, or engine torch or vllm"
+        if setting == "logit_bias" and weighed:
+            return BIASED, "leave logit_bias out, or engine torch"
+        if setting == "min_p" and deterministic:
+            return UNSEEDED, "leave min_p out, or engine torch"
+        return None
 
     def check(self, use: PluginUse) -> None:
         """Raises UserError for what this model or device rules out, and for `args` that distflow sets itself."""

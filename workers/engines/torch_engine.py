@@ -25,7 +25,7 @@ from distflow.workers.engines.kernels import FastKernels, InvariantKernels
 from distflow.workers.engines.llama_decoder import LlamaDecoder, is_llama_like
 from distflow.workers.engines.module_decoder import ModuleDecoder, cache_shape
 from distflow.workers.engines.sampler import SlotSampler
-from distflow.workers.engines.samples import RequestLimits
+from distflow.workers.engines.samples import RequestLimits, Sample
 from distflow.workers.engines.scheduler import Part, Scheduler
 from distflow.workers.engines.torch_options import TorchEngineOptions
 from distflow.workers.merging import AdapterTable, adapted_weights
@@ -68,7 +68,7 @@ class TorchEngine:
         self.shapes = {name: parameter.shape for name, parameter in self.model.named_parameters()}
         self.offloader = Offloader(self.device)
         self.offloaded = False
-        self.filtered = self.greedy = False
+        self.filtered = self.greedy = self.shifted = False
 
     @property
     def free_slots(self) -> int:
@@ -102,8 +102,9 @@ class TorchEngine:
             logits.append(self._prefill(self.decoder, parts, version))
         if not logits:
             return []
-        drawn = self.sampler.draw(torch.cat(logits), filtered=self.filtered, greedy=self.greedy)
-        wanted = [drawn.filtered_N] if self.filtered and self.tells_filtered else []
+        about = {"filtered": self.filtered, "greedy": self.greedy, "shifted": self.shifted}
+        drawn = self.sampler.draw(torch.cat(logits), **about)
+        wanted = [drawn.filtered_N] if (self.filtered or self.shifted) and self.tells_filtered else []
         # A single copy to the host: token ids are exact in float64.
         tokens, logprobs, *filtered = torch.stack([drawn.tokens_N.double(), drawn.logprobs_N, *wanted]).tolist()
         finished = self.schedule.record([int(token) for token in tokens], logprobs, *filtered)
@@ -156,6 +157,10 @@ class TorchEngine:
     def partials(self) -> list[SampleOutput]:
         """What every running sample has produced so far, with finish_reason abort; they run on."""
         return [sample.output("abort") for sample in self.schedule.running]
+
+    def tokens_after(self, had: Mapping[RequestKey, int]) -> Mapping[RequestKey, Sequence[int]]:
+        """Of those of these requests that run, the response's tokens from that number on."""
+        return self.schedule.tokens_after(had)
 
     def progress(self) -> Mapping[int, int]:
         """Tokens sampled so far by the samples that are queued or running, summed by prompt position."""
@@ -225,6 +230,8 @@ class TorchEngine:
         samples = self.schedule.start(parts, version)
         self.sampler.place(start, [(s.request, len(s.before.token_ids)) for s in samples])
         self._note_settings()
+        if self.shifted or self.sampler.shifts is not None:
+            self._shift(samples, start)
         self.cache.reserve(self.kernels.width(max(sample.input_length + sample.remaining for sample in samples)))
         read = [part[0].input_ids for part in parts]
         lengths = tuple(map(len, read))
@@ -233,6 +240,10 @@ class TorchEngine:
         counts = torch.tensor([len(part) for part in parts])
         rows_N = torch.arange(len(parts)).repeat_interleave(counts).to(self.device)
         return decoder.prefill(PromptBatch(tokens_PL, lengths, rows_N, slice(start, start + len(samples))))
+
+    def _shift(self, samples: Sequence[Sample], start: int) -> None:
+        about = [(sample.request, sample.input_ids, len(sample.before.token_ids)) for sample in samples]
+        self.sampler.shift(start, about, self.limits.vocabulary)
 
     def _release(self, slots: Collection[int]) -> None:
         if not slots:
@@ -245,7 +256,9 @@ class TorchEngine:
         self._note_settings()
 
     def _note_settings(self) -> None:
-        """Note whether any running sample needs filtered or greedy drawing; changes only as samples start and end."""
+        """Note whether any running sample needs filtered, greedy or shifted drawing; changes only as samples start and
+        end."""
         running = {id(sample.request.params): sample.request.params for sample in self.schedule.running}.values()
         self.filtered = any(params.filters for params in running)
         self.greedy = any(params.temperature == 0 for params in running)
+        self.shifted = any(params.shifts for params in running)

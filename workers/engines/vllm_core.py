@@ -14,7 +14,7 @@ import random
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,8 @@ class CoreSample:
     max_tokens: int
     stop_token_ids: Sequence[int]
     seed: int | None
+    further: Mapping[str, Any] = field(default_factory=dict)
+    """Further settings, by vLLM's names."""
 
 
 class VLLMCore:
@@ -102,6 +104,7 @@ class VLLMCore:
                 ignore_eos=True,
                 detokenize=False,
                 output_kind=RequestOutputKind.DELTA,
+                **sample.further,
             )
             prompt = {"prompt_token_ids": list(sample.token_ids), "cache_salt": sample.cache_salt}
             with _blamed("refused a sample"):

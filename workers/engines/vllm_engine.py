@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from distflow.runtime.protocols import EngineSpec
-from distflow.types import SampleOutput, SampleRequest, Version, lease_kind
+from distflow.types import SampleOutput, SampleRequest, Version
 from distflow.weights.canary import Rows
 from distflow.workers.engines.adapter import (
     EngineAdapter,
@@ -24,7 +25,7 @@ from distflow.workers.engines.adapter import (
 from distflow.workers.engines.samples import Sample
 from distflow.workers.engines.staged_weights import StagedWeights
 from distflow.workers.engines.vllm_core import CoreSample, VLLMCore
-from distflow.workers.engines.vllm_options import FILTERED, UNFILTERED, VLLMOptions
+from distflow.workers.engines.vllm_options import VLLMOptions
 
 COLDEST = 0.01
 """The lowest temperature above 0 that vLLM applies; it would raise lower ones to this."""
@@ -40,19 +41,12 @@ class VLLMEngine(EngineAdapter[VLLMOptions, VLLMCore]):
         options = VLLMOptions.parse(spec.options)
         super().__init__(spec, options)
         self.seeded = options.seeded
-        self.weighed = spec.weighed
 
     def submit(self, requests: Sequence[SampleRequest]) -> None:
-        """Submit as the base class does; also refuse temperatures that vLLM would change, and filters whose log-probs
-        would weight tokens.
-        """
+        """Submit as the base class does; also refuse temperatures that vLLM would change."""
         for request in requests:
-            what = ""
             if 0 < request.params.temperature < COLDEST:
                 what = f"temperature {request.params.temperature}; vLLM takes 0, or {COLDEST} and more"
-            elif self.weighed and request.params.filters and lease_kind(request.position) == "train":
-                what = f"top_p {request.params.top_p}, top_k {request.params.top_k}: {FILTERED} — {UNFILTERED}"
-            if what:
                 raise ValueError(f"sample {request.sample} of position {request.position}: {what}")
         super().submit(requests)
 
@@ -86,6 +80,7 @@ class VLLMEngine(EngineAdapter[VLLMOptions, VLLMCore]):
             max_tokens=sample.remaining,
             stop_token_ids=params.stop_token_ids,
             seed=sample_seed(sample) if self.seeded else None,
+            further=_further(sample),
         )
 
     def _collect(self) -> list[SampleOutput]:
@@ -104,3 +99,13 @@ class VLLMEngine(EngineAdapter[VLLMOptions, VLLMCore]):
 
     def _resume(self) -> None:
         self.inner.resume()
+
+
+def _further(sample: Sample) -> Mapping[str, Any]:
+    """What few samples ask for, by vLLM's names. What a sample had before counts as its prompt: vLLM's penalty counts
+    the tokens of that, too."""
+    params = sample.request.params
+    least = min(max(0, params.min_new_tokens - len(sample.before.token_ids)), sample.remaining)
+    given = {"min_p": params.min_p, "min_tokens": least, "logit_bias": dict(params.logit_bias)}
+    wanted = {name: value for name, value in given.items() if value}
+    return wanted | ({"repetition_penalty": params.repetition_penalty} if params.repetition_penalty != 1 else {})

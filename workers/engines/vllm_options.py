@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from distflow.config.plugins import PluginUse, check_keys
 from distflow.errors import UserError
+from distflow.types import DEPARTING
 from distflow.workers.engines.adapter_options import AdapterOptions, check_count, check_flag, check_fraction
 
 CPU_BLOCK = 128
@@ -17,6 +18,7 @@ SPARE_BLOCKS = 64
 FILTERED = "vLLM tells log-probs before temperature, or after top-p and top-k: none over the whole vocabulary"
 """Its `logprobs_mode` has raw and processed ones."""
 UNFILTERED = "top_p 1.0 and top_k 0, or engine torch or sglang"
+SHIFTED = "vLLM tells log-probs of what it draws from, with all that shifts logits"
 PLAIN_BYTES = 1 << 30
 """Cache size on a CPU for a model whose configuration does not say how large keys and values are."""
 
@@ -76,9 +78,15 @@ class VLLMOptions(AdapterOptions):
         """Whether equal requests give equal tokens, up to rounding."""
         return self.seeded
 
-    def lacks_unfiltered(self) -> tuple[str, str]:
-        """Say why there are no log-probs over the whole vocabulary under top-p and top-k, and what to do."""
-        return FILTERED, UNFILTERED
+    def refuses_sampling(self, setting: str, *, weighed: bool, deterministic: bool) -> tuple[str, str] | None:
+        """Say why it does not take a setting of sampling, and what to do; None: it does."""
+        if not weighed or setting not in DEPARTING:
+            return None
+        if setting in ("top_p", "top_k"):
+            return FILTERED, UNFILTERED
+        if setting == "min_p":
+            return FILTERED.replace("top-p", "min-p, top-p"), "min_p 0, or engine torch or sglang"
+        return SHIFTED, f"leave {setting} out, or engine torch"
 
     def check(self, use: PluginUse) -> None:
         """Raises UserError for what this model or device rules out, and for `args` that distflow sets itself."""

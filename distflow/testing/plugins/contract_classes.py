@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -13,7 +14,8 @@ from distflow.flow.resolve import resolve
 from distflow.runtime.protocols import Backend, BackendSpec, Engine, EngineSpec
 from distflow.testing.backend_contract import BackendContract
 from distflow.testing.engine_contract import EngineContract
-from distflow.testing.engine_harness import reference_model
+from distflow.testing.engine_harness import reference_model, submit
+from distflow.types import SHIFTING
 
 VARIABLE = "DISTFLOW_TESTED_PLUGIN"
 VOCABULARY = 23
@@ -57,6 +59,20 @@ class SuiteOfEngines(EngineContract):
         spec = EngineSpec(model, "cpu", slots, max_tokens, 0, options, filtered_logprobs=True)
         engine: Engine = resolve(call)(spec)
         return engine
+
+    def refused(self, params: Mapping[str, Any]) -> str:
+        """An engine may refuse what shifts logits, and min-p, by name."""
+        named = [name for name in params if name in (*SHIFTING, "min_p")]
+        if not named:
+            return ""
+        engine = self.ready()
+        try:
+            submit(engine, [self.request(0, **params)])
+        except ValueError as error:
+            return str(error) if any(name in str(error) for name in named) else ""
+        finally:
+            engine.close()
+        return ""
 
     def reference(self, number: int) -> torch.nn.Module:
         """Weights by number."""

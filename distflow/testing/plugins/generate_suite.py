@@ -124,7 +124,7 @@ def _drive(
             return done
         if not samples.asks and not samples.wait(TOOL_S):
             raise _Endless
-        wanted, finished = samples.take(engine.poll())
+        wanted, finished = samples.take(samples.poll(engine))
         done += [call for sample in finished for call in sample.calls]
         samples.submit(engine, wanted)
     if steps == POLLS and samples.left:
