@@ -28,6 +28,7 @@ from distflow.cluster.processes import HostEntry, agent_name
 from distflow.comm.addresses import worker_address
 from distflow.comm.keys import key_file, make_keys, write_keys
 from distflow.config.load import LoadedRecipe
+from distflow.config.yamlfile import yaml_text
 from distflow.errors import UserError
 from distflow.flow.document import Place, document_text, worker_document
 from distflow.flow.gpus import first_gpus, gpus_on
