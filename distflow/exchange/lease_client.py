@@ -105,7 +105,8 @@ class HolderCore:
 
     def produced(self, outputs: Iterable[SampleOutput]) -> None:
         """All that the current samples of unfinished groups have, finished ones too: a request that is not answered yet
-        has finish reason `abort`. It replaces what was told of these samples before."""
+        has finish reason `abort`. It replaces what was told of these samples before. The next tick reports it: it would
+        be up to `report_s` old by then, if reports had a clock of their own."""
         told: dict[int, list[SampleOutput]] = {}
         for output in outputs if self._settings.partial_rollouts else ():
             told.setdefault(output.position, []).append(output)
@@ -115,6 +116,7 @@ class HolderCore:
                 samples = {output.sample for output in found}
                 others = {key: output for key, output in held.outputs.items() if key[0] not in samples}
                 held.outputs = others | {(output.sample, output.call): output for output in found}
+                self._report_due = 0.0
 
     def finished(
         self, position: int, oldest: Version | None, nbytes: int, dropped: str, now: float, scores: Scores = ()

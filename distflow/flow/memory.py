@@ -7,6 +7,7 @@ The plan refuses too little memory for one training step, and the protocols rese
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from distflow.config.plugins import ENGINES, LIBRARIES
 from distflow.config.schema import PoolConfig, Recipe
@@ -17,7 +18,7 @@ from distflow.flow.graph import generate_settings
 from distflow.flow.lanes import nixl_pools, parts_readers
 from distflow.flow.plan import Plan, WorkerPlan
 from distflow.flow.sizes import PARTS_KEPT, ModelSize
-from distflow.flow.step import ROOM, reserved_tokens, response_tokens
+from distflow.flow.step import ROOM, SEQUENCES_A_SAMPLE, reserved_tokens, response_tokens, sample_tokens
 from distflow.flow.structure import Structure
 from distflow.flow.wiring import wire
 
@@ -139,7 +140,7 @@ def check_sample_memory(recipe: Recipe, structure: Structure, problems: Problems
     later = later_bytes(recipe, structure)
     needed = -(-step_bytes(recipe, training_pool, new_tokens, later) // MIB)
     largest = group_bytes(batch.samples_per_prompt, recipe.data.max_prompt_tokens, new_tokens, later)
-    room = "max_new_tokens" if structure.reads is None else "max_response_tokens"
+    room = _room(generating[0])
     for key, given in _memory_given(training_pool, pool):
         if given < needed:
             message = (
@@ -151,13 +152,22 @@ def check_sample_memory(recipe: Recipe, structure: Structure, problems: Problems
             problems.add(key, message, hint, others=others)
 
 
+def _room(settings: Mapping[str, Any]) -> str:
+    """The setting that bounds samples, as a hint names it."""
+    if "max_tokens" not in settings:
+        return next(name for name in ROOM if name in settings)
+    most = f"{sample_tokens(settings)} now"
+    own = settings["max_sample_tokens"] is not None
+    return f"max_sample_tokens ({most if own else f'{most}, {SEQUENCES_A_SAMPLE} × max_tokens'})"
+
+
 def _sizes(structure: Structure) -> list[str]:
     """Keys that say how much a training step is."""
     settings = [f"flow.steps.{node.name}.with" for node in structure.steps if node.role in ("generate", "read")]
     return [
         *(f"batch.{name}" for name in ("prompts", "samples_per_prompt", "ledgers", "minibatches")),
         "data.max_prompt_tokens",
-        *(f"{key}.{name}" for key in settings for name in ROOM),
+        *(f"{key}.{name}" for key in settings for name in (*ROOM, "max_sample_tokens")),
     ]
 
 

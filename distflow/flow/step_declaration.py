@@ -46,6 +46,7 @@ _BLOCKING = (
     "subprocess.check_",
     "os.system",
     "urllib.request.urlopen",
+    *(f"httpx.{verb}" for verb in ("get", "post", "put", "patch", "delete", "request", "stream")),
 )
 """How calls begin that hold up whoever makes them."""
 _ERROR_RANGES = {
@@ -144,7 +145,7 @@ def read_declaration(call: str) -> StepDeclaration:
     keeps_state = _uses(node, context, "state")
     head = spec.head or _head(node, context)
     about = (call, source.file, node.lineno, source.text, spec, parameters)
-    blocks = tuple(f"{call}(…) at {source.file}:{line}" for call, line in _blocking(node))
+    blocks = tuple(f"{call}(…) at {source.file}:{line}" for call, line in _blocking(node, source.text))
     return StepDeclaration(*about, keeps_state, _drops(node), head, blocks)
 
 
@@ -170,18 +171,38 @@ def _with_further_settings(source: Source, spec: StepSpec, parameters: Parameter
     return spec, replace(parameters, settings=settings, annotations=types)
 
 
-def _blocking(node: ast.AST) -> Iterator[tuple[str, int]]:
-    """The calls in a coroutine that block, with their lines; those of functions within it may run in threads."""
+def _blocking(node: ast.AST, text: str) -> Iterator[tuple[str, int]]:
+    """The calls in a coroutine, and in those of its file that it calls by name, that block, with their lines; those of
+    functions within it may run in threads."""
     if not isinstance(node, ast.AsyncFunctionDef):
         return
+    file = ast.parse(text)
+    named, theirs = _imported(file), {part.name: part for part in file.body if isinstance(part, ast.AsyncFunctionDef)}
+    theirs.pop(node.name, None)
     todo: list[ast.AST] = [*node.body]
     while todo:
         part = todo.pop(0)
-        if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+        if isinstance(part, ast.FunctionDef | ast.Lambda):
             continue
-        if isinstance(part, ast.Call) and (name := ast.unparse(part.func)).startswith(_BLOCKING):
-            yield name, part.lineno
+        if isinstance(part, ast.Call):
+            first, dot, rest = ast.unparse(part.func).partition(".")
+            name = f"{named.get(first, first)}{dot}{rest}"
+            if name.startswith(_BLOCKING):
+                yield name, part.lineno
+            called = theirs.pop(first, None)
+            todo += [] if called is None else called.body
         todo += ast.iter_child_nodes(part)
+
+
+def _imported(file: ast.Module) -> dict[str, str]:
+    """What a file imports, in full, by the names that it has there."""
+    found = dict[str, str]()
+    for part in ast.walk(file):
+        if isinstance(part, ast.Import):
+            found |= {alias.asname: alias.name for alias in part.names if alias.asname}
+        elif isinstance(part, ast.ImportFrom) and not part.level:
+            found |= {alias.asname or alias.name: f"{part.module}.{alias.name}" for alias in part.names}
+    return found
 
 
 def _head(node: ast.AST, ctx: str) -> str | None:

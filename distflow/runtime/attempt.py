@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from contextvars import ContextVar, copy_context
+from functools import partial
 from inspect import isawaitable, iscoroutinefunction
 from operator import index
 from pathlib import Path
 from types import CoroutineType
 from typing import Any, NamedTuple
-from weakref import WeakSet
 
 import msgspec
 from xxhash import xxh3_64_intdigest
@@ -135,7 +136,7 @@ class Attempt:
         self._function = function
         self._loop = loop
         self._hear = hear
-        self._numbers = Numbers(next=first, tasks=WeakSet())
+        self._numbers = Numbers(next=first)
         self._open: dict[CallNumber, Future] = {}
         self._answer_bytes = 0
         """Of its tools' answers."""
@@ -168,7 +169,8 @@ class Attempt:
         context.run(NUMBERS.set, self._numbers)
         context.run(ATTEMPT.set, self)
         if self.blocking:
-            self._loop.threads.submit(context.run, self._in_thread)
+            # In the context, by which it is known whose thread this is; what runs there has one of its own.
+            context.run(partial(self._loop.threads.submit, context.copy().run, self._in_thread))
         else:
             self._task = asyncio.Task(self._on_loop(), loop=self._loop.asyncio_loop, context=context)
             self._loop.keep(self._task)
@@ -189,7 +191,7 @@ class Attempt:
 
     def close(self) -> None:
         """End it: `CancelledError` is raised where it waits, and where it asks again."""
-        self._over = True
+        self._is_over()
         if self._task is not None:
             self._task.cancel()
         self._drop()
@@ -214,7 +216,7 @@ class Attempt:
         self._put(asked, recorded)
         answer = await recorded
         if not answer:
-            inside = NUMBERS.set(Numbers(asked.call, tasks=self._numbers.tasks, tool=name))
+            inside = NUMBERS.set(Numbers(asked.call, episode=self._numbers.episode, tool=name))
             try:
                 # A tool that blocks holds up nobody.
                 direct = iscoroutinefunction(function)
@@ -285,15 +287,19 @@ class Attempt:
         else:
             self._end(Returned(value))
 
+    def _is_over(self) -> None:
+        episode = self._numbers.episode
+        self._over, episode.over_since = True, min(episode.over_since, time.monotonic())
+
     def _end(self, event: Event) -> None:
-        self._over = True
+        self._is_over()
         self._hear(self, event)
         if self.blocking:
             self._loop.arrived(self)
 
     def _drop(self) -> None:
         """End the tasks that are left, and what waits for tokens."""
-        for task in list(self._numbers.tasks):
+        for task in list(self._numbers.episode.tasks):
             task.cancel()
         for future in [self._open.pop(call) for call in list(self._open)]:
             if isinstance(future, asyncio.Future):

@@ -6,7 +6,8 @@ The engine and what belongs to it stay on the worker's main thread. That thread 
 An episode that takes longer, because it waits for a tool, is not waited for: what it does is heard later.
 
 A step that is a plain function runs in a thread of its own; so does what `asyncio.to_thread` is given. These threads
-are as many as are needed, and none of them keeps a process from ending.
+are as many as are needed, and none of them keeps a process from ending. Nothing can end one that is busy: where its
+episode is over it is named, and if there are many of them the worker begins anew.
 
 Example: post([begin 8 episodes]) → settle() → 8 requests → … → post([8 answers]) → settle() → …
 """
@@ -25,6 +26,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, suppress
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 from weakref import WeakSet
@@ -46,6 +48,8 @@ BLOCKED_S = 0.5
 """A loop that has run nothing for so long is held up."""
 CLEANUP_S = 5.0
 """So long what was cancelled may take to end."""
+CROWDED = 0.25
+"""Of the threads that there may be, so many may be busy for episodes that are over."""
 CLOSE_S = 2.0
 LONGEST_S = 1.0
 """What lies between two looks is something else if it takes longer."""
@@ -60,14 +64,22 @@ log = logger(__name__)
 
 
 @dataclass(slots=True, eq=False)
+class Belongings:
+    """What an episode has made."""
+
+    tasks: WeakSet[asyncio.Task[Any]] = field(default_factory=WeakSet)
+    over_since: float = inf
+    """When it has ended, in whatever way, or was ended."""
+
+
+@dataclass(slots=True, eq=False)
 class Numbers:
     """The numbers of what a task of an episode begins: calls of `generate`, and tasks, in the order of its code."""
 
     path: CallNumber = ()
     """The number of the task itself; that of the episode has none."""
     next: int = 0
-    tasks: WeakSet[asyncio.Task[Any]] = field(default_factory=WeakSet)
-    """All that the episode has made."""
+    episode: Belongings = field(default_factory=Belongings)
     tool: str = ""
     """Of the tool that runs: what is begun there happens once, and is no part of what is played again."""
 
@@ -96,20 +108,27 @@ class DaemonThreads(ThreadPoolExecutor):
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._mutex = threading.Lock()
         self._idle = self._running = 0
+        self._busy: dict[int, Belongings] = {}
+        """For which episodes threads are busy, by their numbers."""
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Run a function in a thread of its own, if there may be one more, or as soon as one is free."""
         future: Future[T] = Future()
+        numbers = NUMBERS.get(None)
 
         def work() -> None:
             if not future.set_running_or_notify_cancel():
                 return
+            me = threading.get_ident()
+            if numbers is not None:
+                self._busy[me] = numbers.episode
             try:
                 result = fn(*args, **kwargs)
             except BaseException as error:
                 future.set_exception(error)
             else:
                 future.set_result(result)
+            self._busy.pop(me, None)
 
         with self._mutex:
             starts = not self._idle and self._running < self._most()
@@ -121,6 +140,16 @@ class DaemonThreads(ThreadPoolExecutor):
         if starts:
             threading.Thread(target=self._serve, name="episode", daemon=True).start()
         return future
+
+    def left_behind(self) -> list[int]:
+        """The threads that are busy for episodes that have been over for a while."""
+        latest = time.monotonic() - CLEANUP_S
+        return [thread for thread, episode in self._busy.copy().items() if episode.over_since < latest]
+
+    @property
+    def most(self) -> int:
+        """How many there may be now."""
+        return self._most()
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """End the threads that have nothing to do; nothing is waited for."""
@@ -182,12 +211,13 @@ class ServingClock:
 
 class EpisodeLoop:
     """The loop of one worker. Its thread starts with the first post. `settle_s`: how long `settle` waits, but for some
-    patience."""
+    patience; `crowded` is called once, with how it is, if too many threads are busy with what nobody waits for."""
 
-    def __init__(self, settle_s: float = ALONE_S) -> None:
+    def __init__(self, settle_s: float = ALONE_S, crowded: Callable[[str], None] = lambda why: None) -> None:
         self._settle_s = settle_s
         self._patience_s = PATIENCE_S
         self._settled_at = time.monotonic()
+        self._crowded: Callable[[str], None] | None = crowded
         self._quiet = threading.Condition()
         self._posted = self._run = self._settled = 0
         """Numbers of posts: the newest one, the newest that has been run, and the newest that has had its effect."""
@@ -246,13 +276,19 @@ class EpisodeLoop:
         if self._run >= self._posted:
             self.post(())
             return ""
-        frame = sys._current_frames().get(self._ident)
-        if time.monotonic() - self._waits_since < BLOCKED_S or frame is None:
-            return ""
-        frames = traceback.extract_stack(frame)
-        theirs = [one for one in frames if not one.filename.startswith(_OURS)]
-        own = [one for one in theirs if one.filename == theirs[0].filename]
-        return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
+        return _place(self._ident) if time.monotonic() - self._waits_since >= BLOCKED_S else ""
+
+    def left_behind(self) -> list[str]:
+        """Where threads are busy whose episodes are over, each as `file:line`. To be called again and again."""
+        threads, most = self.threads.left_behind(), self.threads.most
+        places = [place for place in map(_place, threads) if place]
+        if len(threads) > CROWDED * most and self._crowded is not None:
+            crowded, self._crowded = self._crowded, None
+            where = ", ".join(sorted(set(places)))
+            crowded(
+                f"{len(threads)} of {most} threads of episodes are still busy at {where}, and nobody waits for them"
+            )
+        return places
 
     def at_end(self, leave: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Run this on the loop before it ends."""
@@ -347,6 +383,15 @@ ALONE = EpisodeLoop()
 """The loop of a process that is no worker, such as one that tests a step."""
 
 
+def _place(thread: int) -> str:
+    """Where a thread is, as `file:line` of the innermost call in a user's file; "" if it is nowhere there."""
+    frame = sys._current_frames().get(thread)
+    frames = [] if frame is None else traceback.extract_stack(frame)
+    theirs = [one for one in frames if not one.filename.startswith(_OURS)]
+    own = [one for one in theirs if one.filename == theirs[0].filename]
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
+
+
 def _make_task(
     loop: asyncio.AbstractEventLoop, coro: Generator[Any, None, T] | Any, context: Context | None = None
 ) -> asyncio.Task[Any]:
@@ -358,9 +403,9 @@ def _make_task(
     if numbers is None:
         return asyncio.Task(coro, loop=loop, context=context)
     own = copy_context() if context is None else context.copy()
-    own.run(NUMBERS.set, Numbers(numbers.take(), tasks=numbers.tasks, tool=numbers.tool))
+    own.run(NUMBERS.set, Numbers(numbers.take(), episode=numbers.episode, tool=numbers.tool))
     task: asyncio.Task[Any] = asyncio.Task(coro, loop=loop, context=own)
-    numbers.tasks.add(task)
+    numbers.episode.tasks.add(task)
     return task
 
 

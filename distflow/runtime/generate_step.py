@@ -37,7 +37,8 @@ from distflow.flow.step import (
 )
 from distflow.runtime.attempt import Attempt, ContextFull
 from distflow.runtime.episode_errors import EpisodeErrors, EpisodeFailed
-from distflow.runtime.episode_loop import EpisodeLoop
+from distflow.runtime.episode_loop import CLEANUP_S, EpisodeLoop
+from distflow.runtime.metrics import MetricStore
 from distflow.runtime.protocols import Tokenizer
 from distflow.types import (
     DROP_REASON,
@@ -150,6 +151,14 @@ class GenerateStep:
         return (
             f"{self.where} blocks the event loop at {place}: all other samples of this worker wait for it, though not "
             "the engine — let the step be a plain def, which has a thread of its own, or await asyncio.to_thread(…)"
+        )
+
+    def lingers(self, place: str) -> str:
+        """Say that a thread goes on for nobody, and what to do."""
+        return (
+            f"{self.where} is still busy at {place} in a thread, {CLEANUP_S:g} s after the end of its sample, by a "
+            "time-out or otherwise: nobody waits for that, and nothing can end it — give what waits there a time-out "
+            "of its own (timeout= of requests, subprocess.run, a socket)"
         )
 
     def failure(self, did: str, more: str, place: str = "") -> EpisodeFailed:

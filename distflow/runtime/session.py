@@ -99,7 +99,7 @@ class Session:
         self._validation: Validation | None = None
         self._generating: Generating | None = None
         self._serving: Answering | None = None
-        self._episodes = EpisodeLoop(SETTLE_S)
+        self._episodes = EpisodeLoop(SETTLE_S, self._begin_again)
         self._trackers = start_trackers(setting, self._metrics.add)
         self._settled = self._terminated = False
         self._on_sigterm = signal.getsignal(signal.SIGTERM)
@@ -307,6 +307,12 @@ class Session:
             signal.signal(signal.SIGTERM, self._on_sigterm)
             os.kill(os.getpid(), signal.SIGTERM)
         self._terminated = True
+
+    def _begin_again(self, why: str) -> None:
+        """End this worker as a signal would, which lets it hand back what it has: its agent starts it again."""
+        log.error("%s: this worker hands back what it has, and is started again", why)
+        self._on_sigterm = signal.SIG_DFL  # also in a Slurm job
+        self._on_terminate(signal.SIGTERM, None)
 
     def _meet(self) -> None:
         """Wait for peers: a training worker for all replicas and one generating worker, others for all owners."""

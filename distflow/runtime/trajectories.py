@@ -124,7 +124,7 @@ class Trajectories:
         self._most = most
         self.clock = ServingClock()
         self._told_of: set[str] = set()
-        """Places that hold up the event loop, and that were told."""
+        """What was said of places where steps block, or do not end."""
         self._late: list[tuple[Attempt, str]] = []
         """Attempts that are to be ended, and why."""
         self._tokenizer = tokenizer
@@ -343,14 +343,20 @@ class Trajectories:
         if not self.clock.tick(LOOK_EVERY_S):
             return
         place = self._loop.blocked() if self._open else ""
-        if place and place not in self._told_of:
-            self._told_of.add(place)
-            log.warning("%s", self.step.blocks(place))
+        self._tell([self.step.blocks(place)] if place else [])
+        self._tell(map(self.step.lingers, self._loop.left_behind()))
         for sample in self._open.values():
             waiting = 0.0 if sample.open else self.clock.now - sample.waits_since
             why = self.step.errors.late(sample.episode, self.clock.now - sample.since, waiting)
             if why and sample.attempt not in [attempt for attempt, _ in self._late]:
                 self._late.append((sample.attempt, why))
+
+    def _tell(self, texts: Iterable[str]) -> None:
+        """Log what is to be said about places in a user's code, once for each."""
+        for text in texts:
+            if text not in self._told_of:
+                self._told_of.add(text)
+                log.warning("%s", text)
 
     def _end_late(self) -> None:
         self._look()

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
+
 from distflow import StepContext, step
-from distflow.runtime.generate_step import Generate
+from distflow.runtime import episode_loop
+from distflow.runtime.generate_step import Generate, GenerateInThread
 from distflow.types import Episode, SamplingParams
+
+STUCK = 12
+"""Episodes that wait for ever."""
+episode_loop.CLEANUP_S = 0.5
 
 
 @step(role="generate", reads=[], writes=["rewards/turns"], environment=["replay"])
@@ -41,3 +49,28 @@ async def half(
     await generate(episode.prompt_ids, SamplingParams(temperature, max_new_tokens=max_new_tokens))
     if episode.sample % 2:
         raise ConnectionError("the sandbox is away")
+
+
+@step(role="generate", reads=[], writes=[])
+def stuck(
+    episode: Episode,
+    generate: GenerateInThread,
+    ctx: StepContext,
+    *,
+    temperature: float = 1.0,
+    max_new_tokens: int = 4,
+    folder: str = "",
+) -> None:
+    """The first few at rollout/1 wait for something that never comes."""
+    taken = [Path(folder) / f"stuck-{number}" for number in range(STUCK)]
+    if ctx.worker == "rollout/1" and any(_takes(place) for place in taken):
+        time.sleep(600)
+    generate(episode.prompt_ids, SamplingParams(temperature, max_new_tokens=max_new_tokens))
+
+
+def _takes(place: Path) -> bool:
+    try:
+        place.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True

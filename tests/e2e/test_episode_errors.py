@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from tests.e2e.runs import SMALL, Launch, check_trained_once
+from tests.e2e.test_partial import ENGINE
 
 STEPS = Path(__file__).with_name("failing_episodes.py")
 WHY = {
@@ -42,4 +43,22 @@ def test_too_many_failures_end_the_run_with_the_users_frames_first(launch: Launc
         r"(?s)failing_episodes\.py\", line \d+, in half\n.*the sandbox is away\n.*step 'sample' failed on \d+ of \d+ "
     )
     assert re.search(told + r"samples, more than max_error_rate=0\.25 allows", run.output), run.output
+    assert run.leftovers() == []
+
+
+def test_a_worker_with_too_many_threads_that_nobody_waits_for_begins_anew(launch: Launch, tmp_path: Path) -> None:
+    """It hands back what it has; nothing else is lost than the attempts that waited in these threads."""
+    step = (f"flow.steps.sample.call={STEPS}:stuck", f"flow.steps.sample.with.folder={tmp_path}")
+    limits = ("flow.steps.sample.with.max_new_tokens=10", "flow.steps.sample.with.turn_timeout_s=0.3")
+    # 0.8 s a training step: it lasts until rollout/1 is there again.
+    pool = {"slots": "8", "episodes": "16", "engine": f"{ENGINE}:SlowEngine", "engine_options": "{poll_s: 0.02}"}
+    rollouts = [f"layout.pools.rollout.{key}={value}" for key, value in pool.items()]
+    run = launch("quickstart", "layout=split", *SMALL, *step, *limits, *rollouts, "run.training_steps=6")
+    assert run.wait() == 0, run.output
+    check_trained_once(run, 6)
+    assert run.lives_of("rollout/1") == 2
+    assert run.lives_of("rollout/0") == 1
+    told = (run.folder / "logs" / "rollout-1.log").read_text()
+    assert re.search(r"\d+ of 32 threads of episodes are still busy at \S+failing_episodes\.py:\d+, and nobody", told)
+    assert "it left the run" in (run.folder / "logs" / "trainer-0.log").read_text()
     assert run.leftovers() == []

@@ -5,13 +5,14 @@ import os
 import re
 import signal
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from distflow.data.randomness import uniforms
+from tests.e2e import buying_turns
 from tests.e2e.long_turns import FIRST, NAMED
 from tests.e2e.runs import Launch, Run
 from tests.e2e.slow_engine import VOCABULARY, told
@@ -88,14 +89,16 @@ def two_turns(launch: Launch, steps: int, *more: str) -> Run:
     return slow_run(launch, steps, call, "layout.hedging=false", *more, tokens=TOKENS - FIRST)
 
 
-def check_turns(run: Run, steps: int) -> None:
-    """As `check`; the random numbers are counted over the environment's tokens too."""
+def check_turns(run: Run, steps: int, said: Mapping[tuple[int, int], Sequence[int]] | None = None) -> None:
+    """As `check`; the random numbers are counted over the environment's tokens too. `said`: these, by position and
+    sample, where they are not always the same."""
     lines = run.dumps()
     assert len({(line["uid"][2], line["sample"]) for line in lines}) == len(lines) == steps * PROMPTS * SAMPLES
     later, end = FIRST + len(NAMED), TOKENS + len(NAMED)
     for line in lines:
         drawn = (uniforms(0, "sample", line["uid"][2], SAMPLES, end)[line["sample"]] * VOCABULARY).astype(int).tolist()
-        assert line["response_ids"] == [*drawn[:FIRST], *NAMED, *drawn[later:]]
+        named = NAMED if said is None else said[line["uid"][2], line["sample"]]
+        assert line["response_ids"] == [*drawn[:FIRST], *named, *drawn[later:]]
         written = [token for _, _, first, last in line["policy_versions"] for token in range(first, last)]
         assert written == [*range(FIRST), *range(later, end)]
 
@@ -110,6 +113,26 @@ def test_the_turns_of_a_killed_rollout_are_replayed_on_another(launch: Launch) -
     assert total(run, "rollout/continued_samples") >= SAMPLES
     assert total(run, "rollout/continued_tokens") > FIRST * total(run, "rollout/continued_samples")
     assert run.leftovers() == []
+
+
+def test_what_a_tool_has_done_for_a_killed_rollout_is_not_done_again(launch: Launch, tmp_path: Path) -> None:
+    """Every second sample of it is in its second turn, and the tool has answered it, another answer each time; the
+    others still wait for theirs."""
+    step = f"flow.steps.sample.call={Path(buying_turns.__file__)}:buy"
+    room = "layout.pools.rollout.episodes=32"
+    own = (step, f"flow.steps.sample.with.shop={tmp_path}", room, "layout.hedging=false")
+    run = slow_run(launch, 2, *own, tokens=TOKENS - FIRST)
+    run.until(generating(run), "first contact")
+    end_in_the_middle(run, "rollout/1", signal.SIGKILL, of=["rollout/1"], tokens=75)
+    (tmp_path / "open").touch()
+    assert run.wait() == 0, run.output
+    assert total(run, "rollout/continued_samples") >= SAMPLES
+    assert total(run, "rollout/continued_tokens") > FIRST * total(run, "rollout/continued_samples")
+    assert total(run, "rollout/replay_differs") == 0
+    orders = [json.loads(line) for line in (tmp_path / "orders").read_text().splitlines()]
+    answers = {(position, sample): answer for position, sample, answer in orders}
+    assert len(answers) == len(orders), "ordered twice"
+    check_turns(run, 2, answers)
 
 
 def test_samples_begin_anew_where_their_environment_cannot_be_replayed(launch: Launch, tmp_path: Path) -> None:

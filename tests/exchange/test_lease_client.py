@@ -280,6 +280,19 @@ def test_reports_carry_what_is_new_once() -> None:
     assert pieces(holder.tick(4.0)) == []
 
 
+def test_what_is_new_is_reported_with_the_next_tick() -> None:
+    """Who has lost a worker knows all that it had told of its samples, and not only what was told a report before."""
+    holder = holding_hedged(0, 5)
+    assert pieces(holder.tick(1.0)) == []
+    holder.produced([sample(0, 0, 3)])
+    assert pieces(holder.tick(1.25)) == [(0, 0, 0, 3, "")]
+    assert holder.tick(1.5) == []
+    holder.produced([sample(5, 1, 2, "stop")])
+    assert pieces(holder.tick(1.75)) == [(5, 1, 0, 2, "stop")]
+    assert holder.tick(2.5) == []
+    assert len(holder.tick(2.75)) == 1, "after report_s in any case"
+
+
 def test_what_tools_have_answered_is_reported_once_and_handed_back() -> None:
     holder = holding_hedged(0, 5)
     told = [SampleOutput(0, n, (), (), (), "stop", call=(2,), digest=7, answer=bytes(100)) for n in range(2)]

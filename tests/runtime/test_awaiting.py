@@ -202,7 +202,7 @@ async def blocking(episode, generate, ctx, *, max_new_tokens=4, max_tokens=40):
 
 
 def helper():
-    time.sleep(1.5)
+    time.sleep(1.2)
 
 
 @step(role="generate", reads=[], writes=["rewards/told"])
@@ -231,9 +231,10 @@ def trajectories(
     *,
     most: int | None = None,
     loop: EpisodeLoop | None = None,
+    source: str = SOURCE,
     **settings: Any,
 ) -> Trajectories:
-    (folder / "asking.py").write_text(SOURCE)
+    (folder / "asking.py").write_text(source)
     environment = None if name in ("pooled", "raising", "leaving") else ENVIRONMENT
     writes = (*GENERATED, *(() if environment is None else SEQUENCES), "rewards/told")
     call = f"{folder}/asking.py:{name}"
@@ -434,10 +435,10 @@ def same(one: Batch, two: Batch) -> bool:
 @pytest.mark.parametrize(
     "name, settings, reason",
     [
-        ("tool", {"turn_timeout_s": 0.5}, "has asked for no tokens for 0.5 s (turn_timeout_s)"),
-        ("tool", {"timeout_s": 0.5}, "has taken 0.5 s (timeout_s)"),
-        ("plain", {"turn_timeout_s": 0.5}, "has asked for no tokens for 0.5 s (turn_timeout_s)"),
-        ("in_thread", {"timeout_s": 0.5}, "has taken 0.5 s (timeout_s)"),
+        ("tool", {"turn_timeout_s": 0.2}, "has asked for no tokens for 0.2 s (turn_timeout_s)"),
+        ("tool", {"timeout_s": 0.2}, "has taken 0.2 s (timeout_s)"),
+        ("plain", {"turn_timeout_s": 0.2}, "has asked for no tokens for 0.2 s (turn_timeout_s)"),
+        ("in_thread", {"timeout_s": 0.2}, "has taken 0.2 s (timeout_s)"),
     ],
 )
 def test_an_episode_ends_by_its_time_out(
@@ -448,7 +449,7 @@ def test_an_episode_ends_by_its_time_out(
         loop = EpisodeLoop(SETTLE_S)
         batch, _, seconds = whole(tmp_path, name, 2, loop=loop, sleep_s=20.0, on_error="leave_out", **settings)
         loop.close()
-    assert 0.5 <= seconds < 10
+    assert 0.2 <= seconds < 10
     assert batch.texts("left_out") == [reason] * 2
     assert [FINISH_REASONS[int(number)] for number in batch.dense("finish_reason")] == ["error", "error"]
     (told,) = [record.getMessage() for record in caplog.records if reason in record.getMessage()]
@@ -458,8 +459,9 @@ def test_an_episode_ends_by_its_time_out(
 
 
 def test_a_coroutine_that_blocks_is_named_and_the_engine_goes_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(episode_loop, "BLOCKED_S", 0.2)
     loop = EpisodeLoop(SETTLE_S)
     samples, made = trajectories(tmp_path, "blocking", 2, loop=loop), engine()
     samples.submit(made, samples.begin([lease()]))
@@ -472,7 +474,7 @@ def test_a_coroutine_that_blocks_is_named_and_the_engine_goes_on(
             samples.wait(10.0)
             samples.take([])
     loop.close()
-    line = SOURCE.splitlines().index("    time.sleep(1.5)") + 1
+    line = SOURCE.splitlines().index("    time.sleep(1.2)") + 1
     (told,) = [record.getMessage() for record in caplog.records if "blocks the event loop" in record.getMessage()]
     assert f"asking.py:{line}: all other samples of this worker wait" in told
     assert "asyncio.to_thread" in told
@@ -499,11 +501,12 @@ def test_a_setup_that_fails_again_and_again_ends_the_run(tmp_path: Path, monkeyp
         whole(tmp_path, "lonely", 2)
 
 
-def test_time_in_which_nobody_looks_counts_for_little(tmp_path: Path) -> None:
+def test_time_in_which_nobody_looks_counts_for_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As while a worker trains, or its engine loads weights."""
-    samples, made = trajectories(tmp_path, "tool", 1, timeout_s=2.5, sleep_s=0.1), engine()
+    monkeypatch.setattr(episode_loop, "LONGEST_S", 0.1)
+    samples, made = trajectories(tmp_path, "tool", 1, timeout_s=1.0, sleep_s=0.1), engine()
     samples.submit(made, samples.begin([lease()]))
-    time.sleep(2.6)
+    time.sleep(1.1)
     while samples.left:
         assert samples.asks or samples.wait(10.0)
         samples.submit(made, samples.take(made.poll())[0])

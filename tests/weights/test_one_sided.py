@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import multiprocessing
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from multiprocessing.connection import Connection
@@ -140,6 +141,22 @@ def test_what_a_killed_process_of_the_publisher_leaves_comes_by_the_swarm(pair: 
     assert pair.brings(pair.host.publish(2)), "by another process"
     assert pair.told == (2, 1)
     assert pair.sent == sent
+
+
+def test_a_process_that_ends_while_it_is_asked_is_replaced_at_once(pair: Pair) -> None:
+    """Its end is known when its keeper has told it, which takes long where much else runs."""
+    for number in (0, 1):
+        assert pair.brings(pair.host.publish(2 * number))
+        child = child_of(pair.exposed)
+        keeper = child.parent()
+        assert keeper is not None
+        keeper.suspend()
+        child.kill()
+        later = threading.Timer(0.2, keeper.resume)
+        later.start()
+        assert pair.brings(pair.host.publish(2 * number + 1))
+        later.join()
+    assert pair.told == (4, 0)
 
 
 def test_a_publisher_whose_process_is_another_one_is_read_again(pair: Pair) -> None:

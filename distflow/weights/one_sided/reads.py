@@ -185,25 +185,41 @@ class ExposedMemory:
 
     def _of(self, manifest: Manifest) -> RemoteMemory | None:
         if self._process is not None and self._process.ended:
-            # A reader that hangs up in the middle may have made UCX abort it.
-            log.warning("the process from which others read weights by NIXL has ended; another one is started")
-            self._pauses.note(well=False)
-            self._end()
+            self._bury()
         if self._process is None and not self._pauses.over():
             return None
-        size = HEADER_BYTES + manifest.size
+        had = self._process
         try:
-            process = self._process = self._process or NixlProcess(self._setting)
-            process.await_ready(lambda: self._closed)
-            limit_s = ANSWER_S + size / REGISTERED_BYTES_S
-            found = process.ask_for(Expose(manifest.place, size), Exposed, limit_s, lambda: self._closed)
+            try:
+                found = self._expose(manifest)
+            except OSError:
+                if had is None or not had.ended:
+                    raise
+                # It was ending already: that is known a moment after it is killed.
+                self._bury()
+                found = self._expose(manifest)
         except OSError as error:
             log.warning("%s cannot be read by NIXL: %s", manifest.title, error)
             self._pauses.note(well=False)
             self._end()
             return None
         self._pauses.note(well=True)
-        return structs.replace(found.memory, address=found.memory.address + HEADER_BYTES)
+        return found
+
+    def _expose(self, manifest: Manifest) -> RemoteMemory:
+        """Have the process expose a version, which is started if there is none; raises OSError."""
+        process = self._process = self._process or NixlProcess(self._setting)
+        process.await_ready(lambda: self._closed)
+        size = HEADER_BYTES + manifest.size
+        limit_s = ANSWER_S + size / REGISTERED_BYTES_S
+        memory = process.ask_for(Expose(manifest.place, size), Exposed, limit_s, lambda: self._closed).memory
+        return structs.replace(memory, address=memory.address + HEADER_BYTES)
+
+    def _bury(self) -> None:
+        """Leave a process that has ended: a reader that hangs up in the middle may have made UCX abort it."""
+        log.warning("the process from which others read weights by NIXL has ended; another one is started")
+        self._pauses.note(well=False)
+        self._end()
 
     def _end(self) -> None:
         process, self._process = self._process, None
