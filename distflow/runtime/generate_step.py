@@ -38,7 +38,6 @@ from distflow.flow.step import (
 from distflow.runtime.attempt import Attempt, ContextFull
 from distflow.runtime.episode_errors import EpisodeErrors, EpisodeFailed
 from distflow.runtime.episode_loop import CLEANUP_S, EpisodeLoop
-from distflow.runtime.metrics import MetricStore
 from distflow.runtime.protocols import Tokenizer
 from distflow.types import (
     DROP_REASON,
