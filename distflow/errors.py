@@ -7,6 +7,7 @@ good, 1 for an internal error.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -211,12 +212,16 @@ def device_fault(error: BaseException) -> str:
 
 
 def loop_cure(error: BaseException) -> str:
-    """What to do about an error of asyncio's event loop; "" for any other error."""
-    text = str(error) if isinstance(error, RuntimeError) else ""
+    """What to do about an error of asyncio's event loop, or of a missing or needless `await`; "" for any other."""
+    text = str(error) if isinstance(error, RuntimeError | AttributeError | TypeError) else ""
     if text == "no running event loop":
         return "asyncio.run(…) around it gives a plain function an event loop; an `async def` reward function has one"
     if text == "asyncio.run() cannot be called from a running event loop":
         return "await it instead: an `async def` function runs on an event loop already"
+    if not isinstance(error, RuntimeError) and re.search(r"'(coroutine|_asyncio\.(Future|Task))'", text):
+        return "`await` is missing: in an `async def` step generate(…) and ctx.once(…) return what is to be awaited"
+    if "can't be used in 'await' expression" in text:
+        return "leave `await` out: in a plain `def` step generate(…) and ctx.once(…) return what is there"
     return ""
 
 

@@ -14,7 +14,7 @@ _TURNS = (
     "a generate step of your own, which calls tools or an environment and generates turn by turn: "
     "flow.steps.sample.call=./file.py:NAME (docs/generate-steps.md)"
 )
-_STOP = "flow.steps.sample.with.stop_token_ids, as [151643]; the model's own end tokens always end a response"
+_STOP = "flow.steps.sample.with.stop_token_ids, as [151643]; shipped steps take the model's end tokens, too"
 _ENGINE = "layout.pools.rollout.engine={0}, or with layout=colocated layout.pools.worker.engine={0}"
 _FOUR_BITS = "models.policy.quantize=nf4, with models.policy.lora, as {rank: 16, alpha: 32}"
 _EPOCHS = "batch.epochs (passes over the samples of a training step)"

@@ -474,7 +474,7 @@ class EngineContract(OffloadContract):
         [
             ({"prompt_ids": ()}, "prompt is empty"),
             ({"prompt_ids": (1,) * 60}, "a slot holds 64"),
-            ({"prompt_ids": (1, 10_000_000)}, "token ids outside"),
+            ({"prompt_ids": (1, 10_000_000)}, r"token ids outside 0 … \d+: 10000000"),
             ({"params": SamplingParams(max_new_tokens=0)}, "max_new_tokens is 0"),
             ({"params": SamplingParams(max_new_tokens=100)}, "a slot holds 64"),
             ({"params": SamplingParams(temperature=-1.0)}, "temperature"),

@@ -84,7 +84,7 @@ class Alerts:
         self._patience: dict[str, float] = {}
 
     def of_workers(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-        """From the workers' status rows: the first failure of a reward function, on any worker."""
+        """From the workers' status rows: the first failure of a reward function, and of a generate step, anywhere."""
         for row in rows:
             for name, what in FAILURES.items():
                 failed = _of_all_models(row, name)
@@ -95,6 +95,13 @@ class Alerts:
                         f"warning: the reward function {what} on {row['name']}: {failed:.0f} of {judged:.0f} samples "
                         "so far — see its log; `distflow status` counts them"
                     )
+            failed = _of_all_models(row, EPISODES)
+            if failed and EPISODES not in self._said:
+                self._said.add(EPISODES)
+                yield (
+                    f"warning: {failed:.0f} {TROUBLES[EPISODES]} on {row['name']} so far — see its log; `distflow "
+                    "status` counts them, and `on_error` of the step says what becomes of them"
+                )
 
     def of_late_rewards(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
         """From the status rows: the first call of a reward function that does not come back."""

@@ -47,6 +47,11 @@ def test_the_first_reward_that_times_out_is_told_once():
     (line,) = alerts.of_workers([row("rollout/1", samples=9, timeouts=7, errors=1)])
     assert line.startswith("warning: the reward function raised an error on rollout/1: 1 of 9 samples")
     assert list(alerts.of_workers([row("rollout/1", samples=20, timeouts=9, errors=2)])) == []
+    failed = {"name": "rollout/1", "counts": {"rollout/errors": 2.0}}
+    (line,) = alerts.of_workers([failed, failed])
+    assert line.startswith(
+        "warning: 2 attempts at a sample failed in the generate step on rollout/1 so far — see its log"
+    )
 
 
 def test_a_reward_that_does_not_come_back_is_told_once():

@@ -133,6 +133,12 @@ async def not_replayable(episode, generate, ctx, *, max_new_tokens=3, max_tokens
     await generate((*episode.prompt_ids, *completion.response_ids, *more), params)
 
 
+@step(role="generate", reads=[], writes=["rewards/tool_s"], environment=[])
+async def times_a_tool(episode, generate, ctx, *, max_new_tokens=3, max_tokens=30):
+    await generate(episode.prompt_ids, SamplingParams(max_new_tokens=max_new_tokens))
+    return {"rewards/tool_s": random.random()}
+
+
 @step(role="generate", reads=[], writes=[])
 async def two_turns_undeclared(episode, generate, ctx, *, max_new_tokens=8):
     params = SamplingParams(max_new_tokens=2)
@@ -309,6 +315,7 @@ MISTAKES = {
     "of_this_worker_alone": r"with two training workers, .* needs ctx\.all_reduce or ctx\.all_gather",
     "returns_nothing": r"returned \[\]; expected a mapping with a number for each of \['rewards/turns'\]",
     "not_replayable": r"makes another sample of the same episode and the same tokens",
+    "times_a_tool": r"makes another sample .*'rewards/tool_s' is",
     "two_turns_undeclared": r"asks for more after its first turn.* declares no environment",
     "without_a_bound": r"lacks the setting max_new_tokens: async def without_a_bound\(",
     "three_of_two": r"returned 3 values; expected a list of 1 to 2 RowResponse",
@@ -360,7 +367,7 @@ def told_of(name: str, *settings: str, kind: str | None = None, data: str | None
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistakes_are_told_with_their_cure(folder: Path, name: str) -> None:
     report = told_of(name)
-    level = "note" if name in ("of_this_worker_alone", "moody") else "wrong"
+    level = "note" if name in ("of_this_worker_alone", "moody", "times_a_tool") else "wrong"
     assert any(re.search(MISTAKES[name], text) for text in report.of(level)), report.findings
 
 

@@ -212,6 +212,24 @@ def pooled(episode, generate, ctx, *, max_new_tokens=4):
 
 
 @step(role="generate", reads=[], writes=["rewards/told"])
+async def awaiting_nothing(episode, generate, ctx, *, max_new_tokens=4):
+    return {"rewards/told": len(generate(episode.prompt_ids, FOUR).response)}
+
+
+@step(role="generate", reads=[], writes=["rewards/told"])
+async def using_a_coroutine(episode, generate, ctx, *, max_new_tokens=4):
+    return {"rewards/told": ctx.once("one", len, "a") + 1}
+
+
+@step(role="generate", reads=[], writes=["rewards/told"])
+def awaiting_too_much(episode, generate, ctx, *, max_new_tokens=4):
+    async def asks(completion):
+        return await completion
+
+    return asyncio.run(asks(generate(episode.prompt_ids, FOUR)))
+
+
+@step(role="generate", reads=[], writes=["rewards/told"])
 def raising(episode, generate, ctx, *, max_new_tokens=4):
     generate(episode.prompt_ids, FOUR)
     raise ConnectionError("sandbox away")
@@ -222,6 +240,9 @@ def leaving(episode, generate, ctx, *, max_new_tokens=4):
     generate(episode.prompt_ids, FOUR)
     raise SystemExit(3)
 """
+
+
+SINGLE_TURN = ("pooled", "raising", "leaving", "awaiting_nothing", "using_a_coroutine", "awaiting_too_much")
 
 
 def trajectories(
@@ -235,7 +256,7 @@ def trajectories(
     **settings: Any,
 ) -> Trajectories:
     (folder / "asking.py").write_text(source)
-    environment = None if name in ("pooled", "raising", "leaving") else ENVIRONMENT
+    environment = None if name in SINGLE_TURN else ENVIRONMENT
     writes = (*GENERATED, *(() if environment is None else SEQUENCES), "rewards/told")
     call = f"{folder}/asking.py:{name}"
     plan = StepPlan("sample", call, "generate", "sample", None, settings, (), writes, (), environment)
@@ -562,10 +583,14 @@ def test_what_follows_another_answer_of_a_tool_is_sampled_anew(tmp_path: Path, t
             r"RuntimeError: generate\(…\) was called in another thread than the step's own.*asyncio\.gather",
         ),
         ("raising", r"(?s)in raising\n.*ConnectionError: sandbox away\nstep 'sample' .* raised ConnectionError"),
+        ("awaiting_nothing", r"AttributeError: '_asyncio\.Future' object .*\n`await` is missing: "),
+        ("using_a_coroutine", r"TypeError: .*'coroutine' and 'int'\n`await` is missing: "),
+        ("awaiting_too_much", r"TypeError: object Completion .*\nleave `await` out: "),
         ("leaving", r"(?s)in leaving\n.*SystemExit: 3\nstep 'sample' .* raised SystemExit on rollout/0"),
     ],
 )
-def test_a_plain_function_fails_as_others_do(tmp_path: Path, name: str, message: str) -> None:
+@pytest.mark.filterwarnings("ignore:coroutine")
+def test_what_steps_raise_is_told_with_its_cure(tmp_path: Path, name: str, message: str) -> None:
     with pytest.raises(StepError, match=message):
         whole(tmp_path, name, 2, on_error="stop")
 

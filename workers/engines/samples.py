@@ -78,7 +78,7 @@ class RequestLimits:
             ),
             (
                 prompt > 0 and not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < self.vocabulary,
-                f"its prompt has token ids outside 0 … {self.vocabulary - 1}",
+                f"its prefix has token ids outside 0 … {self.vocabulary - 1}: {self._unknown(request.prompt_ids)}",
             ),
             (not 0 <= params.temperature < float("inf"), f"temperature {params.temperature}; expected 0 or more"),
             (not 0 < params.top_p <= 1, f"top_p {params.top_p}; expected 0 < top_p ≤ 1"),
@@ -103,6 +103,10 @@ class RequestLimits:
             ),
             *((not isfinite(bias), f"logit_bias {bias}; expected finite numbers") for _, bias in params.biases),
         ]
+
+    def _unknown(self, tokens: Sequence[int]) -> str:
+        """Name the first token that the model does not know."""
+        return next((str(token) for token in tokens if not 0 <= token < self.vocabulary), "")
 
     def _begun_problems(self, begun: BegunSample, longest: int) -> list[str]:
         tokens = begun.token_ids
