@@ -68,5 +68,6 @@ def test_the_public_names_are_listed_without_loading_them() -> None:
     program = "import sys, distflow; print([n for n in dir(distflow) if n[0] != '_'], 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert (
-        done.stdout.strip() == "['Batch', 'Client', 'Ragged', 'Run', 'StepContext', 'launch', 'load_run', 'step'] False"
+        done.stdout.strip()
+        == "['Batch', 'Client', 'ContextFull', 'Ragged', 'Run', 'StepContext', 'launch', 'load_run', 'step'] False"
     )
