@@ -140,7 +140,7 @@ def test_one_mistake(override: str, message: str) -> None:
         ("stop=['</s>']", "stop — unknown key — did you mean flow.steps.sample.with.stop?"),
         (
             "eos_token_id=2",
-            "did you mean flow.steps.sample.with.stop_token_ids, as [151643]; shipped steps take the model's end tokens",
+            "did you mean flow.steps.sample.with.stop_token_ids, as [151643]; shipped steps take the model's end",
         ),
         (
             "tools=[search]",
