@@ -212,7 +212,7 @@ def device_fault(error: BaseException) -> str:
 
 
 def loop_cure(error: BaseException) -> str:
-    """What to do about an error of asyncio's event loop, or of a missing or needless `await`; "" for any other."""
+    """Say what to do about an error of asyncio's event loop, or of a missing or needless `await`; "" for any other."""
     text = str(error) if isinstance(error, RuntimeError | AttributeError | TypeError) else ""
     if text == "no running event loop":
         return "asyncio.run(…) around it gives a plain function an event loop; an `async def` reward function has one"

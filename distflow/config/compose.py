@@ -100,7 +100,7 @@ class _Lists(FileConfigSource):  # type: ignore[misc]
         path = Path(self.path, self._normalize_file_name(config_path))
         value = self._read(path).value
         return ConfigResult(
-            config=OmegaConf.create({key: value[key] for key in ("defaults",) if key in value}),
+            config=OmegaConf.create({"defaults": value["defaults"]} if "defaults" in value else {}),
             path=f"file://{self.path}",
             provider=self.provider,
             header=self._get_header_dict(path.read_text(encoding="utf-8")[:512]),

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import yaml
 
-from distflow.config.other_tools import ESTIMATORS, TRL, VERL, Meaning, Unneeded, meant
+from distflow.config.other_tools import ESTIMATORS, TRL, VERL, WORDS, Meaning, Unneeded, meant
 from distflow.config.yamlfile import yaml_text
 from distflow.errors import UserError
 
@@ -298,14 +298,14 @@ def _loss_of_trl(found: _Together, given: Mapping[str, Any]) -> None:
 
 
 def _sampling_of_trl(found: _Together, given: Mapping[str, Any]) -> None:
-    """What TRL hands to `generate`, by the names of transformers or vLLM."""
-    wanted = given.get("generation_kwargs")
-    unknown = [] if isinstance(wanted, dict) else [] if wanted is None else ["what it has"]
+    """Map what TRL hands to `generate`, by the names of transformers or vLLM."""
+    wanted = given.get("generation_kwargs", {})
+    unknown = [] if isinstance(wanted, dict | None) else ["what it has"]
     for name, value in wanted.items() if isinstance(wanted, dict) else ():
         if name == "stop_strings":
             # transformers leaves them in the text, and vLLM's `stop` does not.
             found.made["flow.steps.sample.with.include_stop_str_in_output"] = True
-        key = meant(name).removeprefix("did you mean ").removesuffix("?")
+        key = WORDS.get(str(name).lower(), "")
         if key.startswith("flow.steps.sample.with.") and " " not in key:
             found.made[key] = value
         else:

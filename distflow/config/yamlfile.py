@@ -73,7 +73,7 @@ def yaml_text(values: Mapping[str, Any]) -> str:
 
 
 def yaml_value(text: str) -> Any:
-    """Plain data of YAML that this program has written; raises YAMLError."""
+    """Read plain data of YAML that this program has written; raises YAMLError."""
     return yaml.load(text, Loader=_Loader)
 
 

@@ -97,7 +97,7 @@ class StopFinder:
             place = text.find(stop, place + 1)
 
     def _with(self, window: Sequence[int], tokens: Sequence[int]) -> str:
-        """The text with these tokens behind the window."""
+        """Return the text with these tokens behind the window."""
         return self._before + self._decode([*window, *tokens]).rstrip(UNFINISHED)[self._skipped :]
 
     def _advance(self, tokens: Sequence[int]) -> None:
@@ -117,11 +117,11 @@ class Decodes(Protocol):
     """What is needed of a tokenizer."""
 
     def encode(self, text: str, *, begins: bool = False, behind: int | None = None) -> list[int]:
-        """Token ids of a text."""
+        """Return the token ids of a text."""
         ...
 
     def decode_batch(self, rows: Sequence[Sequence[int]], *, skip_special: bool) -> list[str]:
-        """Texts, one per row."""
+        """Return the texts, one per row."""
         ...
 
 
@@ -129,7 +129,7 @@ class Stoppable(Protocol):
     """What is needed of an engine."""
 
     def partials(self) -> list[SampleOutput]:
-        """What every running sample has produced so far."""
+        """Return what every running sample has produced so far."""
         ...
 
     def withdraw(self, requests: Collection[RequestKey]) -> None:
@@ -142,7 +142,7 @@ class TellsTokens(Protocol):
     """An engine that can tell the newest tokens alone; optional: of others all `partials` are asked for."""
 
     def tokens_after(self, had: Mapping[RequestKey, int]) -> Mapping[RequestKey, Sequence[int]]:
-        """Of those of these requests that run, the response's tokens from that number on."""
+        """Return the response's tokens from that number on, of those of these requests that run."""
 
 
 class StopWatch:
@@ -164,8 +164,8 @@ class StopWatch:
     def look(
         self, engine: Stoppable, outputs: list[SampleOutput], is_open: Callable[[RequestKey], bool]
     ) -> list[SampleOutput]:
-        """After a poll: the outputs, each up to its end, and those of samples that have come to it while they ran,
-        which are taken from the engine. `is_open`: tells whether a request is still waited for."""
+        """Return, after a poll, the outputs, each up to its end, and those of samples that have come to it while they
+        ran, which are taken from the engine. `is_open`: tells whether a request is still waited for."""
         if not self._finders:
             return outputs
         self._finders = {key: finder for key, finder in self._finders.items() if is_open(key)}
@@ -180,7 +180,7 @@ class StopWatch:
         return outputs
 
     def shown(self, key: RequestKey, text: str) -> tuple[str, str]:
-        """The text of a request that is answered, given that of all its tokens, and what is cut off behind it."""
+        """Return the text of an answered request, given that of all its tokens, and what is cut off behind it."""
         finder = self._finders.pop(key, None)
         if finder is None or finder.found is None:
             return text, ""
@@ -207,7 +207,7 @@ class StopWatch:
 
 
 def cut_at(output: SampleOutput, tokens: int) -> SampleOutput:
-    """The first tokens of an output, at which it stops."""
+    """Return the first tokens of an output, at which it stops."""
     clipped = (span._replace(end=min(span.end, tokens)) for span in output.spans)
     return replace(
         output,

@@ -83,7 +83,7 @@ class Tally:
 
     @property
     def all_failed(self) -> bool:
-        """Whether none of this worker's first samples was of use."""
+        """Tell whether none of this worker's first samples was of use."""
         return FIRST <= self.own.judged == self.own.failed
 
 

@@ -153,7 +153,7 @@ def check_sample_memory(recipe: Recipe, structure: Structure, problems: Problems
 
 
 def _room(settings: Mapping[str, Any]) -> str:
-    """The setting that bounds samples, as a hint names it."""
+    """Name the setting that bounds samples, as hints do."""
     if "max_tokens" not in settings:
         return next(name for name in ROOM if name in settings)
     most = f"{sample_tokens(settings)} now"

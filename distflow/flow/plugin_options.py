@@ -94,7 +94,7 @@ def check_sampling(recipe: Recipe, structure: Structure, problems: Problems) -> 
 
 
 def _sampling(settings: Mapping[str, Any]) -> list[str]:
-    """The settings of sampling that change something, and that an engine may refuse."""
+    """Name the settings of sampling that change something, and that an engine may refuse."""
     return [*departing(settings), *(["stop"] if settings.get("stop") else [])]
 
 

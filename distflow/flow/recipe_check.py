@@ -172,7 +172,7 @@ def _check_texts(stops: str | Sequence[str], model: Mapping[str, object]) -> Non
 
 
 def _stop_checks(plan: Plan) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Checks that responses end with tokens that the model can draw, and texts that it can write."""
+    """Check that responses end with tokens that the model can draw, and texts that it can write."""
     given = {f"flow.steps.{step.name}.with": step.settings for step in plan.steps if step.role == "generate"}
     models = {f"flow.steps.{step.name}.with": step.model for step in plan.steps}
     if plan.recipe.val is not None:

@@ -152,12 +152,12 @@ def step(
     `role`: generate, read, score, forward, client, train. `reads`, `writes`: fields. `scope`: what a call must see:
     single samples, whole groups, or the whole batch. `reads_when`: further reads while a setting is truthy, for example
     `{"kl_coef": ["ref_logprobs"]}`; `several_updates` stands for batch.minibatches × batch.epochs > 1. `fills`: fields
-    that some workers' own steps write, with the value elsewhere.
-    `plugins`: settings that may name a function, and its parameters, for example `{"function": ["sample"]}`. One
-    setting may instead name a function that takes any of the arguments offered, by name: its other parameters,
-    keyword-only, are settings of the step, which takes them as `**settings`, and the step reads the field given for
-    each argument that the function takes, or for each attribute of it that it mentions (None where it needs no field):
-    `{"function": {"rewards_B": "reward"}}`, `{"loss": {"terms": {"ref_logprobs": "ref_logprobs"}}}`.
+    that some workers' own steps write, with the value elsewhere. `plugins`: settings that may name a function, and its
+    parameters, for example `{"function": ["sample"]}`. One setting may instead name a function that takes any of the
+    arguments offered, by name: its other parameters, keyword-only, are settings of the step, which takes them as
+    `**settings`, and the step reads the field given for each argument that the function takes, or for each attribute of
+    it that it mentions (None where it needs no field): `{"function": {"rewards_B": "reward"}}`, `{"loss": {"terms":
+    {"ref_logprobs": "ref_logprobs"}}}`.
 
     `choices`: names that a setting may take, besides a function if it is among `plugins`, for example
     `{"kl": ["k1", "k2"]}`; a name that ends in `/N` stands for any whole number > 0 there, `module:name` for the

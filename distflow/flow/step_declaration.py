@@ -172,8 +172,8 @@ def _with_further_settings(source: Source, spec: StepSpec, parameters: Parameter
 
 
 def _blocking(node: ast.AST, text: str) -> Iterator[tuple[str, int]]:
-    """The calls in a coroutine, and in those of its file that it calls by name, that block, with their lines; those of
-    functions within it may run in threads."""
+    """Find the calls in a coroutine, and in those of its file that it calls by name, that block, with their lines;
+    those of functions within it may run in threads."""
     if not isinstance(node, ast.AsyncFunctionDef):
         return
     file = ast.parse(text)
@@ -195,7 +195,7 @@ def _blocking(node: ast.AST, text: str) -> Iterator[tuple[str, int]]:
 
 
 def _imported(file: ast.Module) -> dict[str, str]:
-    """What a file imports, in full, by the names that it has there."""
+    """List what a file imports, in full, by the names that it has there."""
     found = dict[str, str]()
     for part in ast.walk(file):
         if isinstance(part, ast.Import):

@@ -86,7 +86,7 @@ def check_goals(recipe: Recipe, structure: Structure, problems: Problems) -> Non
 
 
 def is_cut_short(recipe: Recipe) -> bool:
-    """Whether a run ends before its first validation in between is due, as a trial of a longer one does.
+    """Tell whether a run ends before its first validation in between is due, as a trial of a longer one does.
 
     There is one after its last training step all the same.
     """

@@ -156,7 +156,7 @@ def _of_run(recipe: Recipe, plan: Plan) -> Iterator[Idle]:
 
 
 def _of_goals(recipe: Recipe, plan: Plan) -> Iterator[Idle]:
-    """What a run that is over before its first validation does without."""
+    """Find what a run that is over before its first validation does without."""
     if is_cut_short(recipe):
         length = f"run.training_steps is {recipe.run.training_steps}"
         why = f"{length}, so validation is only before the first and after the last"

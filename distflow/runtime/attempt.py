@@ -27,7 +27,7 @@ import msgspec
 from xxhash import xxh3_64_intdigest
 
 from distflow.exchange.partials import ANSWER_BYTES
-from distflow.runtime.episode_loop import NUMBERS, EpisodeLoop, Numbers
+from distflow.runtime.episode_loop import NUMBERS, EpisodeLoop, Numbers, innermost
 from distflow.types import CallNumber, Completion, Episode, SampleKey, SamplingParams
 
 
@@ -157,9 +157,7 @@ class Attempt:
         while isinstance(waiting, CoroutineType) and waiting.cr_frame is not None:
             places.append((waiting.cr_frame.f_code.co_filename, waiting.cr_frame.f_lineno))
             waiting = waiting.cr_await
-        places = [(file, line) for file, line in places if not file.startswith(_HERE)]
-        own = [f"{file}:{line}" for file, line in places if file == places[0][0]]
-        return own[-1] if own else ""
+        return innermost([(file, line) for file, line in places if not file.startswith(_HERE)])
 
     def begin(self) -> None:
         """Begin the step."""

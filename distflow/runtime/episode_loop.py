@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Coroutine, Generator
+from collections.abc import Callable, Collection, Coroutine, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, suppress
 from contextvars import Context, ContextVar, copy_context
@@ -142,7 +142,7 @@ class DaemonThreads(ThreadPoolExecutor):
         return future
 
     def left_behind(self) -> list[int]:
-        """The threads that are busy for episodes that have been over for a while."""
+        """Find the threads that are busy for episodes that have been over for a while."""
         latest = time.monotonic() - CLEANUP_S
         return [thread for thread, episode in self._busy.copy().items() if episode.over_since < latest]
 
@@ -279,7 +279,7 @@ class EpisodeLoop:
         return _place(self._ident) if time.monotonic() - self._waits_since >= BLOCKED_S else ""
 
     def left_behind(self) -> list[str]:
-        """Where threads are busy whose episodes are over, each as `file:line`. To be called again and again."""
+        """Say where threads are busy whose episodes are over, each as `file:line`. To be called again and again."""
         threads, most = self.threads.left_behind(), self.threads.most
         places = [place for place in map(_place, threads) if place]
         if len(threads) > CROWDED * most and self._crowded is not None:
@@ -383,13 +383,18 @@ ALONE = EpisodeLoop()
 """The loop of a process that is no worker, such as one that tests a step."""
 
 
+def innermost(calls: Sequence[tuple[str, int | None]]) -> str:
+    """Say where nested calls, each with its file and line, are in the file of the outermost one, as `file:line`; "" for
+    none."""
+    own = [f"{file}:{line}" for file, line in calls if file == calls[0][0]]
+    return own[-1] if own else ""
+
+
 def _place(thread: int) -> str:
-    """Where a thread is, as `file:line` of the innermost call in a user's file; "" if it is nowhere there."""
+    """Say where a thread is, as `file:line` of the innermost call in a user's file; "" if it is nowhere there."""
     frame = sys._current_frames().get(thread)
-    frames = [] if frame is None else traceback.extract_stack(frame)
-    theirs = [one for one in frames if not one.filename.startswith(_OURS)]
-    own = [one for one in theirs if one.filename == theirs[0].filename]
-    return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
+    calls = [] if frame is None else [(one.filename, one.lineno) for one in traceback.extract_stack(frame)]
+    return innermost([(file, line) for file, line in calls if not file.startswith(_OURS)])
 
 
 def _make_task(

@@ -42,7 +42,7 @@ from distflow.flow.step import ATTRIBUTE, of_runtime
 from distflow.log import logger
 from distflow.runtime.attempt import ATTEMPT, RequestRefused
 from distflow.runtime.episode_errors import EpisodeErrors, EpisodeFailed, ErrorPolicy
-from distflow.runtime.episode_loop import ALONE, EpisodeLoop, SetupFailed, StepSetup
+from distflow.runtime.episode_loop import ALONE, EpisodeLoop, SetupFailed, StepSetup, innermost
 from distflow.runtime.generate_step import GenerateStep, GivenSampling
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.protocols import Backend, Engine, Tokenizer, packs
@@ -483,9 +483,7 @@ def _own_frames(error: BaseException) -> str:
 
 def _place(error: BaseException) -> str:
     """`file:line` of the innermost frame in the first file of the user's; "" if there is none."""
-    frames = _frames(error)
-    own = [frame for frame in frames if frame.filename == frames[0].filename]
-    return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
+    return innermost([(frame.filename, frame.lineno) for frame in _frames(error)])
 
 
 def _frames(error: BaseException) -> list[traceback.FrameSummary]:

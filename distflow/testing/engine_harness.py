@@ -101,22 +101,22 @@ class Letters:
 
     @staticmethod
     def letter(token: int) -> str:
-        """Its text."""
+        """Return the text of a token."""
         return chr(ord("a") + token % 26)
 
     def encode(self, text: str, *, begins: bool = False, behind: int | None = None) -> list[int]:
-        """The first tokens with these letters."""
+        """Return the first tokens with these letters."""
         return [ord(letter) - ord("a") for letter in text]
 
     def decode_batch(self, rows: Sequence[Sequence[int]], *, skip_special: bool) -> list[str]:
-        """Texts, one per row."""
+        """Return the texts, one per row."""
         return ["".join(map(self.letter, row)) for row in rows]
 
 
 def shifted(
     logits: Sequence[float], params: SamplingParams, there: Collection[int], drawn: int, *, bias_first: bool
 ) -> list[float]:
-    """Logits as they are before the temperature, where such tokens are there, `drawn` of them of the response."""
+    """Return logits as they are before the temperature where these tokens are there, `drawn` of them drawn."""
     found, biases = list(logits), dict(params.biases)
     for token in {*there, *biases}:
         found[token] += biases.get(token, 0.0) if bias_first else 0.0
@@ -239,7 +239,7 @@ class EngineHarness(ABC):
         return [reference_probs(row, params, joint=self.joint_filters) for row in rows]
 
     def takes(self, params: Mapping[str, Any]) -> None:
-        """Called first in a test of settings that some engines refuse."""
+        """Skip a test whose settings this engine refuses: called first in it."""
         why = self.refused(params)
         if why:
             pytest.skip(why)

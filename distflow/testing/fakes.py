@@ -126,7 +126,7 @@ class FakeEngine:
 
 
 def _held(tokens: list[int], params: SamplingParams, vocabulary: int) -> list[int]:
-    """The same tokens, but for stop tokens that come too early: the next one that is none takes their place."""
+    """Return the same tokens, but for stop tokens that come too early: the next one that is none takes their place."""
     others = [token for token in range(vocabulary) if token not in params.stop_token_ids]
     for place in range(min(params.min_new_tokens, len(tokens))):
         if tokens[place] in params.stop_token_ids:

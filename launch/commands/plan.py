@@ -362,15 +362,16 @@ def _places(folder: Path, placement: WorkerPlacement) -> dict[int, Place]:
     from distflow.comm.keys import key_file, listening_on, own_keys, public_hex
     from distflow.flow.document import Place
     from distflow.launch.deploy.hostfile import addresses_of
+    from distflow.types import WorkerName
 
     hosts, where = placement.hosts, placement.where
     used = [number for number in range(len(hosts)) if placement.on(number)]
     addresses = addresses_of({number: hosts[number] for number in used})
     own_keys(folder, key_file(folder).stem)
     ports = {name: port_beforehand(folder, number) for number, name in enumerate(where.hosts)}
+    public = {name: public_hex(own_keys(folder, WorkerName.parse(name).file_stem)) for name in where.hosts}
     afar = {
-        name: f"{listening_on(addresses[number], ports[name])}#{public_hex(own_keys(folder, name.replace('/', '-')))}"
-        for name, number in where.hosts.items()
+        name: f"{listening_on(addresses[number], ports[name])}#{public[name]}" for name, number in where.hosts.items()
     }
     places = {}
     for here in used:

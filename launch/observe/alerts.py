@@ -84,7 +84,7 @@ class Alerts:
         self._patience: dict[str, float] = {}
 
     def of_workers(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-        """From the workers' status rows: the first failure of a reward function, and of a generate step, anywhere."""
+        """Warn of the first failure of a reward function, and of a generate step, by the workers' status rows."""
         for row in rows:
             for name, what in FAILURES.items():
                 failed = _of_all_models(row, name)

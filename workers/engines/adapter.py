@@ -284,7 +284,7 @@ class EngineAdapter(ABC, Generic[OptionsT, InnerT]):
         return self.samples.outputs()
 
     def tokens_after(self, had: Mapping[RequestKey, int]) -> Mapping[RequestKey, Sequence[int]]:
-        """Of those of these requests that run, the response's tokens from that number on."""
+        """Return the response's tokens from that number on, of those of these requests that run."""
         return self.samples.tokens_after(had)
 
     def progress(self) -> Mapping[int, int]:

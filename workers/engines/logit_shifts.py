@@ -46,7 +46,7 @@ class LogitShifts:
         self.bias_SV[slot, self._ids(tokens)] = torch.tensor(values, dtype=torch.float64).to(self.bias_SV.device)
 
     def shifted(self, logits_NV: Tensor, drawn_N1: Tensor) -> Tensor:
-        """The logits that tokens are drawn by; `drawn_N1`: how many have been, in each slot, since it was placed."""
+        """Return the logits that tokens are drawn by; `drawn_N1`: how many were, in each slot, since it was placed."""
         N = len(logits_NV)
         penalty_N1 = self.penalty_S1[:N]
         lowered_NV = torch.where(logits_NV > 0, logits_NV / penalty_N1, logits_NV * penalty_N1)
@@ -55,7 +55,7 @@ class LogitShifts:
         return shifted_NV.masked_fill(held_NV, -torch.inf)
 
     def note(self, tokens_N1: Tensor) -> None:
-        """These tokens are there, too."""
+        """Note that these tokens are there, too."""
         self.there_SV[: len(tokens_N1)].scatter_(1, tokens_N1, True)
 
     def move(self, target: Tensor, source: Tensor) -> None:

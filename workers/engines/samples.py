@@ -167,7 +167,7 @@ class Sample:
         return [*self.request.prompt_ids, *self.before.token_ids]
 
     def tokens_after(self, number: int) -> Sequence[int]:
-        """Sampled tokens from this number on."""
+        """Return the sampled tokens from this number on."""
         before = self.before.token_ids
         return self.tokens[number - len(before) :] if number >= len(before) else (*before[number:], *self.tokens)
 
@@ -231,7 +231,7 @@ class EngineSamples(ABC):
         return tokens
 
     def tokens_after(self, had: Mapping[RequestKey, int]) -> Mapping[RequestKey, Sequence[int]]:
-        """Of those of these requests that have tokens, the response's from that number on."""
+        """Return the response's tokens from that number on, of those of these requests that have more."""
         found = {sample.key: sample for sample in self._unfinished() if sample.key in had}
         return {key: sample.tokens_after(had[key]) for key, sample in found.items() if sample.length > had[key]}
 

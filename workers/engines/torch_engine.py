@@ -159,7 +159,7 @@ class TorchEngine:
         return [sample.output("abort") for sample in self.schedule.running]
 
     def tokens_after(self, had: Mapping[RequestKey, int]) -> Mapping[RequestKey, Sequence[int]]:
-        """Of those of these requests that run, the response's tokens from that number on."""
+        """Return the response's tokens from that number on, of those of these requests that run."""
         return self.schedule.tokens_after(had)
 
     def progress(self) -> Mapping[int, int]:

@@ -102,8 +102,8 @@ class VLLMEngine(EngineAdapter[VLLMOptions, VLLMCore]):
 
 
 def _further(sample: Sample) -> Mapping[str, Any]:
-    """What few samples ask for, by vLLM's names. What a sample had before counts as its prompt: vLLM's penalty counts
-    the tokens of that, too."""
+    """Return what few samples ask for, by vLLM's names. What a sample had before counts as its prompt: vLLM's penalty
+    counts the tokens of that, too."""
     params = sample.request.params
     least = min(max(0, params.min_new_tokens - len(sample.before.token_ids)), sample.remaining)
     given = {"min_p": params.min_p, "min_tokens": least, "logit_bias": dict(params.logit_bias)}

@@ -61,7 +61,7 @@ class SuiteOfEngines(EngineContract):
         return engine
 
     def refused(self, params: Mapping[str, Any]) -> str:
-        """An engine may refuse what shifts logits, and min-p, by name."""
+        """Say why an engine refuses what shifts logits, or min-p, which it may do by name."""
         named = [name for name in params if name in (*SHIFTING, "min_p")]
         if not named:
             return ""
