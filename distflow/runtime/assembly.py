@@ -29,11 +29,11 @@ from distflow.log import logger
 from distflow.runtime.checkpoint.commit import Keeping
 from distflow.runtime.checkpoint.parts import CheckpointReader, CheckpointWriter, ModelFolders
 from distflow.runtime.disk import Disk, replace_file
-from distflow.runtime.engine_numbers import EngineNumbers
 from distflow.runtime.generate_step import GenerateStep, SampleLimits
 from distflow.runtime.metrics import MetricStore, PrefixedMetrics
 from distflow.runtime.process_record import note_trouble
 from distflow.runtime.protocols import Adapted, Alone, Backend, BackendSpec, Engine, EngineSpec, Reducer, Tokenizer
+from distflow.runtime.sample_errors import EngineNumbers
 from distflow.runtime.steps import ServedContext, StepContext
 from distflow.runtime.trace_writer import UNTRACED, Tracer, TraceSink
 from distflow.runtime.trajectories import Trajectories

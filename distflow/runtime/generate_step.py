@@ -36,9 +36,9 @@ from distflow.flow.step import (
     sample_tokens,
 )
 from distflow.runtime.attempt import Attempt, ContextFull
-from distflow.runtime.episode_errors import EpisodeErrors, EpisodeFailed
 from distflow.runtime.episode_loop import CLEANUP_S, EpisodeLoop
 from distflow.runtime.protocols import Tokenizer
+from distflow.runtime.sample_errors import EpisodeErrors, EpisodeFailed
 from distflow.types import (
     DROP_REASON,
     FINISH_REASONS,

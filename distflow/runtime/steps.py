@@ -41,11 +41,11 @@ from distflow.flow.resolve import resolve
 from distflow.flow.step import ATTRIBUTE, of_runtime
 from distflow.log import logger
 from distflow.runtime.attempt import ATTEMPT, RequestRefused
-from distflow.runtime.episode_errors import EpisodeErrors, EpisodeFailed, ErrorPolicy
 from distflow.runtime.episode_loop import ALONE, EpisodeLoop, SetupFailed, StepSetup, innermost
 from distflow.runtime.generate_step import GenerateStep, GivenSampling
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.protocols import Backend, Engine, Tokenizer, packs
+from distflow.runtime.sample_errors import EpisodeErrors, EpisodeFailed, ErrorPolicy
 from distflow.runtime.trace_writer import spanned
 from distflow.types import (
     A_TOKEN,

@@ -15,7 +15,7 @@ samples of a group become rows of a batch together. Samples that another worker 
 written there answers the same calls, if they ask for the same, and the engine continues what was not answered. At the
 first call that asks for something else the rest is thrown away: the model has not seen what it would follow.
 
-Where the step fails on a sample, its settings say what becomes of it (`episode_errors.py`): it is begun anew, with
+Where the step fails on a sample, its settings say what becomes of it (`sample_errors.py`): it is begun anew, with
 other random numbers and without what it had, or it is finished as it is. What other workers are told of one that was
 begun anew are its versions alone: its tokens replace others, which an owner may have already.
 
@@ -54,8 +54,6 @@ from distflow.runtime.attempt import (
     in_order,
     is_full,
 )
-from distflow.runtime.engine_numbers import BAD_LOGPROBS, EngineNumbers, complaint, sound
-from distflow.runtime.episode_errors import EpisodeFailed, Fate
 from distflow.runtime.episode_loop import ServingClock
 from distflow.runtime.generate_step import (
     AnsweredCall,
@@ -72,6 +70,7 @@ from distflow.runtime.generate_step import (
 )
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.protocols import Engine, Tokenizer
+from distflow.runtime.sample_errors import BAD_LOGPROBS, EngineNumbers, EpisodeFailed, Fate, complaint, sound
 from distflow.types import (
     BegunSample,
     CallNumber,
