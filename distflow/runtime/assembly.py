@@ -7,14 +7,16 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from inspect import iscoroutinefunction
 from pathlib import Path
 from typing import cast
 
 import torch
 
 from distflow.comm.addresses import socket_dir
+from distflow.comm.kept_process import KeptProcess
 from distflow.comm.tracker_processes import TrackerProcesses, TrackerStart
-from distflow.config.plugins import COPIES, FOLLOW, MODEL_WRITER, TOKENIZER
+from distflow.config.plugins import COPIES, EPISODES, FOLLOW, MODEL_WRITER, TOKENIZER
 from distflow.config.schema import ModelConfig, Recipe
 from distflow.errors import PluginError, UserError
 from distflow.flow.adapters import shares_base
@@ -29,6 +31,7 @@ from distflow.log import logger
 from distflow.runtime.checkpoint.commit import Keeping
 from distflow.runtime.checkpoint.parts import CheckpointReader, CheckpointWriter, ModelFolders
 from distflow.runtime.disk import Disk, replace_file
+from distflow.runtime.episode_process import EpisodeProcess
 from distflow.runtime.generate_step import GenerateStep, SampleLimits
 from distflow.runtime.metrics import MetricStore, PrefixedMetrics
 from distflow.runtime.process_record import note_trouble
@@ -68,6 +71,8 @@ class Setting:
     me: WorkerPlan
     run_dir: Path
     resumed: CheckpointReader | None
+    path: Path | None = None
+    """The file that holds the document."""
 
     @property
     def members(self) -> tuple[str, ...]:
@@ -320,15 +325,17 @@ def build_contexts(
     models: Mapping[str, Backend],
     engines: Mapping[str, Engine],
     tokenizer: Tokenizer,
+    kind: type[StepContext] | None = None,
 ) -> dict[str, StepContext]:
-    """One context for each of the worker's steps, with `ctx.state` as saved in the checkpoint. `engines`: by model."""
+    """One context for each of the worker's steps, with `ctx.state` as saved in the checkpoint. `engines`: by model;
+    `kind`: of context, None: as the step is used."""
     recipe = setting.recipe
     states = setting.resumed.worker(setting.me.name.pool)["steps"] if setting.resumed is not None else {}
     answered = {port.edge for port in setting.me.port("answers")}
     sampled = {step.prefix: step for step in setting.plan.generate_steps}
     of_policy = setting.plan.origin
     return {
-        step.name: (ServedContext if step.name in answered else StepContext)(
+        step.name: (kind or (ServedContext if step.name in answered else StepContext))(
             step_name=step.name,
             worker=str(setting.me.name),
             seed=recipe.run.seed,
@@ -357,6 +364,21 @@ def build_contexts(
 def _temperature(step: StepPlan) -> float:
     """At which a step samples; 1 for one that reads what nobody has sampled."""
     return 1.0 if step.role == "read" else float(step.settings["temperature"])
+
+
+def start_episodes(
+    setting: Setting, contexts: Mapping[str, StepContext], crowded: Callable[[str], None]
+) -> EpisodeProcess:
+    """The process of this worker's episodes. `crowded`: makes the worker begin anew, and say why."""
+    me = setting.me
+    assert setting.path is not None, "a worker whose episodes have a process has been read from a file"
+    names = [step.name for step in me.steps if step.role == "generate"]
+    blocking = {step.name: not iscoroutinefunction(resolve(step.call)) for step in me.steps if step.name in names}
+    title = f"distflow {setting.run_dir.name} {me.name} episodes"
+    output = setting.run_dir / "logs" / f"{me.name.file_stem}.episodes.log"
+    start = partial(KeptProcess, EPISODES, [str(setting.path)], title, output)
+    first = contexts[names[0]]
+    return EpisodeProcess(start, blocking, lambda: (first.training_step, first.policy_version), first.metrics, crowded)
 
 
 def build_trajectories(

@@ -53,6 +53,7 @@ class EpisodeFailed(StepError):
         lines = reason.strip().splitlines()
         self.reason = lines[0][:_REASON] if lines else kind
         self.kind = f"{kind} {place}"
+        self.cause = kind
         self.place = place
         """`file:line` of the user's, where that is known."""
 

@@ -26,12 +26,14 @@ from distflow.runtime.assembly import (
     build_tokenizer,
     build_trace,
     join_models,
+    start_episodes,
     start_trackers,
 )
 from distflow.runtime.calls import Asking, Calls
 from distflow.runtime.checkpoint.policy import CheckpointReports
 from distflow.runtime.disk import Disk
 from distflow.runtime.episode_loop import SETTLE_S, EpisodeLoop
+from distflow.runtime.episode_process import EpisodeProcess
 from distflow.runtime.further_generating import FurtherGenerating, build_further
 from distflow.runtime.further_training import FurtherTraining
 from distflow.runtime.generating import Generating, OffloadedModels, Turns
@@ -99,7 +101,7 @@ class Session:
         self._validation: Validation | None = None
         self._generating: Generating | None = None
         self._serving: Answering | None = None
-        self._episodes = EpisodeLoop(SETTLE_S, self._begin_again)
+        self._episodes: EpisodeLoop | EpisodeProcess = EpisodeLoop(SETTLE_S, self._begin_again)
         self._trackers = start_trackers(setting, self._metrics.add)
         self._settled = self._terminated = False
         self._on_sigterm = signal.getsignal(signal.SIGTERM)
@@ -226,6 +228,8 @@ class Session:
         self._contexts = contexts = build_contexts(setting, self._metrics, self._models, engines, tokenizer)
         for name, context in contexts.items():
             context.tally = self._tallies.of(name)
+        if setting.me.generates and setting.me.environments == "process":
+            self._episodes = start_episodes(setting, contexts, self._begin_again)
         steps = StepRunner(self._name, setting.me.steps, contexts, loop=self._episodes)
         for step in (step for step in setting.me.steps if step.generates_further):
             model, generate = str(step.model), steps.generate_step(step.name)

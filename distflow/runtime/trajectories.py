@@ -183,11 +183,7 @@ class Trajectories:
     ) -> Trajectory:
         """A sample that the step is begun for, again `after` an attempt that has failed."""
         number, first = (1, 0) if after is None else (after.number + 1, after.calls)
-        step = self.step
-        begin = partial(step.begin, episode)
-        attempt = Attempt(
-            episode, begin, blocking=step.blocking, loop=self._loop, hear=self._hear, number=number, first=first
-        )
+        attempt = self.step.attempt(episode, self._hear, number=number, first=first)
         sample = Trajectory(attempt.key, origin, episode, attempt, had, [TokenSequence(origin.prompt_ids)])
         if not first:
             sample.streams[()] = [RandomStream((), len(origin.prompt_ids), origin.prompt_ids)]
@@ -460,10 +456,10 @@ class Trajectories:
 
     def _recall(self, sample: Trajectory, asked: AskedTool) -> None:
         """Give a step what a tool answered at another worker, or let it ask."""
-        recorded = self._recorded(sample, *asked)
+        recorded = self._recorded(sample, asked.call, asked.digest)
         answer = b"" if recorded is None else recorded.answer
         if answer:
-            self._take_down(sample.attempt, ToolAnswered(*asked, answer))
+            self._take_down(sample.attempt, ToolAnswered(asked.call, asked.digest, answer))
         self._post(sample.attempt, partial(sample.attempt.answer, asked.call, answer))
 
     def _refuse(self, request: SampleRequest, error: RequestRefused) -> None:
