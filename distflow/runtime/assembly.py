@@ -24,6 +24,7 @@ from distflow.flow.document import WorkerDocument
 from distflow.flow.gpus import first_gpu, width
 from distflow.flow.lineage import ARITHMETIC, arithmetic, departures, lineage
 from distflow.flow.plan import Plan, StepPlan, WorkerPlan, leaders_of
+from distflow.flow.planner import make_plan
 from distflow.flow.resolve import resolve
 from distflow.flow.step import FILTERED
 from distflow.flow.trackers import FOLDER, TrackerPlan, trackers_of
@@ -174,6 +175,18 @@ def device_of(workers: Sequence[WorkerPlan], worker: WorkerPlan) -> str:
             )
         return "cpu" if wanted == "auto" else wanted
     return f"cuda:{first_gpu(workers, worker, count)}"
+
+
+def read_setting(document: WorkerDocument, path: Path) -> Setting:
+    """Plan what the worker of this document is built from; `path`: the file that it was read from."""
+    plan = make_plan(document.recipe, spanning=document.members is not None)
+    me = plan.worker(WorkerName.parse(document.worker))
+    resumed = None
+    # Only training workers are part of a checkpoint; the others start afresh.
+    if document.resume is not None and document.worker in (document.members or plan.members):
+        # Every byte of it is read later, when the others can see that this takes time.
+        resumed = CheckpointReader(Path(document.resume), me.name.file_stem, unread=True)
+    return Setting(document, plan.recipe, plan, me, Path(document.run_dir), resumed, path)
 
 
 def build_tokenizer(setting: Setting) -> Tokenizer:

@@ -2,8 +2,8 @@
 
 What a step or its tools compute there holds up no engine, and what ends, floods or forks there ends no worker.
 
-    engine's thread · EpisodeProcess ──Post──▶ EpisodeServer · EpisodeLoop · attempts
-                            ◀──Told, Ended, Settled, Seen──
+    engine's thread · EpisodeProcess ──LoopPost──▶ EpisodeServer · EpisodeLoop · attempts
+                         ◀──AttemptTold, AttemptEnded, PostSettled──
 
 The worker's end has what `EpisodeLoop` has, and attempts that pass on what they are posted: whoever drives them sees no
 difference. The process keeps nothing that the worker needs: if it ends, in whatever way, its episodes have failed, and
@@ -18,14 +18,12 @@ import json
 import os
 import select
 import threading
-import time
 from asyncio import CancelledError
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import count
 from numbers import Integral
 from queue import SimpleQueue
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import msgspec
 
@@ -35,19 +33,16 @@ from distflow.log import logger
 from distflow.runtime.attempt import (
     AskedTokens,
     AskedTool,
-    Attempt,
     ContextFull,
     Event,
     Hear,
-    LocalAttempt,
     Raised,
     RequestRefused,
     Returned,
     ToolAnswered,
     Withdrawn,
-    is_full,
 )
-from distflow.runtime.episode_loop import CLEANUP_S, CLOSE_S, EpisodeLoop, Patience, SetupFailed
+from distflow.runtime.episode_loop import CLEANUP_S, CLOSE_S, Patience, SetupFailed
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.sample_errors import EpisodeFailed
 from distflow.types import CallNumber, Completion, Episode, FinishReason, SampleKey, Uid
@@ -60,7 +55,7 @@ STUCK_S = 60.0
 """A process that takes in nothing for so long is ended."""
 LOOK_EVERY_S = 0.25
 """So often it tells what its episodes wait for."""
-_CHUNK = 1 << 18
+CHUNK = 1 << 18
 _LENGTH = 4
 Measure = Literal["mean", "explained", "max", "min", "add", "set"]
 log = logger(__name__)
@@ -69,7 +64,7 @@ log = logger(__name__)
 # -- from the worker
 
 
-class Begin(msgspec.Struct, tag=True):
+class BeginAttempt(msgspec.Struct, tag=True):
     """Begin an attempt at a sample."""
 
     attempt: int
@@ -84,7 +79,7 @@ class Begin(msgspec.Struct, tag=True):
     first: int
 
 
-class Answer(msgspec.Struct, tag=True):
+class GiveTokens(msgspec.Struct, tag=True):
     """The model has written this."""
 
     attempt: int
@@ -94,7 +89,7 @@ class Answer(msgspec.Struct, tag=True):
     response_ids: tuple[int, ...]
 
 
-class Recorded(msgspec.Struct, tag=True):
+class GiveRecorded(msgspec.Struct, tag=True):
     """A tool has answered this before; b"": it has not."""
 
     attempt: int
@@ -102,7 +97,7 @@ class Recorded(msgspec.Struct, tag=True):
     answer: bytes
 
 
-class Refuse(msgspec.Struct, tag=True):
+class RefuseCall(msgspec.Struct, tag=True):
     """There will be no answer."""
 
     attempt: int
@@ -112,13 +107,16 @@ class Refuse(msgspec.Struct, tag=True):
     full: bool
 
 
-class Close(msgspec.Struct, tag=True):
+class CloseAttempt(msgspec.Struct, tag=True):
     """The sample is not wanted any more."""
 
     attempt: int
 
 
-class Post(msgspec.Struct):
+LoopCall = BeginAttempt | GiveTokens | GiveRecorded | RefuseCall | CloseAttempt
+
+
+class LoopPost(msgspec.Struct):
     """What is to happen on the loop, in this order."""
 
     number: int
@@ -126,31 +124,31 @@ class Post(msgspec.Struct):
     policy_version: int
     episodes: int
     """So many are open."""
-    calls: list[Begin | Answer | Recorded | Refuse | Close]
+    calls: list[LoopCall]
     moving: list[int]
 
 
 # -- from the process
 
 
-class Ready(msgspec.Struct, tag=True):
+class ProcessReady(msgspec.Struct, tag=True):
     """It has imported its steps."""
 
 
-class Unfit(msgspec.Struct, tag=True):
+class ProcessUnfit(msgspec.Struct, tag=True):
     """It cannot serve them, now or later."""
 
     why: str
 
 
-class Told(msgspec.Struct, tag=True):
+class AttemptTold(msgspec.Struct, tag=True):
     """What an attempt has done."""
 
     attempt: int
     event: AskedTokens | Withdrawn | AskedTool | ToolAnswered
 
 
-class Fault(msgspec.Struct):
+class StepFault(msgspec.Struct):
     """What a step has raised. `kind` says by what the worker is to hear of it."""
 
     kind: Literal["failed", "refused", "full", "settings", "setup", "cancelled"]
@@ -160,22 +158,22 @@ class Fault(msgspec.Struct):
     place: str = ""
 
 
-class Ended(msgspec.Struct, tag=True):
+class AttemptEnded(msgspec.Struct, tag=True):
     """An attempt has come to its end."""
 
     attempt: int
     calls: int
     fields: dict[str, float]
-    fault: Fault | None
+    fault: StepFault | None
 
 
-class Settled(msgspec.Struct, tag=True):
+class PostSettled(msgspec.Struct, tag=True):
     """All posts up to this one have had their effect, or take longer than is waited for."""
 
     number: int
 
 
-class Seen(msgspec.Struct, tag=True):
+class LoopSeen(msgspec.Struct, tag=True):
     """What holds up the loop, which threads are left behind, and where attempts wait, as far as that has changed."""
 
     blocked: str
@@ -183,13 +181,13 @@ class Seen(msgspec.Struct, tag=True):
     places: dict[int, str]
 
 
-class Crowded(msgspec.Struct, tag=True):
+class ThreadsCrowded(msgspec.Struct, tag=True):
     """Too many threads are left behind."""
 
     why: str
 
 
-class Measured(msgspec.Struct, tag=True):
+class StepMeasured(msgspec.Struct, tag=True):
     """A step has measured something."""
 
     measure: Measure
@@ -197,8 +195,11 @@ class Measured(msgspec.Struct, tag=True):
     values: list[Any]
 
 
-_FROM_PROCESS = msgspec.msgpack.Decoder(Ready | Unfit | Told | Ended | Settled | Seen | Crowded | Measured)
-_FROM_WORKER = msgspec.msgpack.Decoder(Post)
+FromProcess = (
+    ProcessReady | ProcessUnfit | AttemptTold | AttemptEnded | PostSettled | LoopSeen | ThreadsCrowded | StepMeasured
+)
+FROM_PROCESS = msgspec.msgpack.Decoder(FromProcess)
+FROM_WORKER = msgspec.msgpack.Decoder(LoopPost)
 
 
 def _number(value: object) -> float:
@@ -211,24 +212,26 @@ def _number(value: object) -> float:
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_number)
 
 
-def _frame(message: msgspec.Struct) -> bytes:
+def frame(message: msgspec.Struct) -> bytes:
+    """Write a message with its length before it."""
     data = _ENCODER.encode(message)
     return len(data).to_bytes(_LENGTH, "big") + data
 
 
-def _frames(received: bytearray) -> Iterator[bytes]:
+def frames(received: bytearray) -> Iterator[bytes]:
     """Take the whole frames from what was received."""
     while len(received) >= _LENGTH and len(received) >= (end := _LENGTH + int.from_bytes(received[:_LENGTH], "big")):
         yield bytes(received[_LENGTH:end])
         del received[:end]
 
 
-def _encoded(text: str) -> bytes:
+def encoded(text: str) -> bytes:
     """Write any text, that of half a surrogate pair too."""
     return text.encode("utf-8", "surrogatepass")
 
 
-def _decoded(text: bytes) -> str:
+def decoded(text: bytes) -> str:
+    """Read it again."""
     return text.decode("utf-8", "surrogatepass")
 
 
@@ -238,7 +241,7 @@ def _decoded(text: bytes) -> str:
 class RemoteAttempt:
     """An attempt that runs in the process of the worker's episodes."""
 
-    def __init__(self, process: EpisodeProcess, step: str, episode: Episode, hear: Hear, first: Begin) -> None:
+    def __init__(self, process: EpisodeProcess, step: str, episode: Episode, hear: Hear, first: BeginAttempt) -> None:
         self.episode = episode
         self.key: SampleKey = (episode.uid.position, episode.sample)
         self.blocking = process.blocking[step]
@@ -259,20 +262,20 @@ class RemoteAttempt:
     def answer(self, call: CallNumber, found: Completion | bytes) -> None:
         """As any attempt does."""
         if isinstance(found, bytes):
-            self._process.put(Recorded(self.id, call, found))
+            self._process.put(GiveRecorded(self.id, call, found))
         else:
-            told = (_encoded(found.response), found.finish_reason, found.response_ids)
-            self._process.put(Answer(self.id, call, *told))
+            told = (encoded(found.response), found.finish_reason, found.response_ids)
+            self._process.put(GiveTokens(self.id, call, *told))
 
     def refuse(self, call: CallNumber, error: RequestRefused) -> None:
         """As any attempt does."""
         full = isinstance(error, ContextFull)
-        self._process.put(Refuse(self.id, call, error.did, error.more, full))
+        self._process.put(RefuseCall(self.id, call, error.did, error.more, full))
 
     def close(self) -> None:
         """As any attempt does."""
         self.closed = True
-        self._process.put(Close(self.id))
+        self._process.put(CloseAttempt(self.id))
 
     def hear(self, event: Event) -> None:
         """Pass on what it has done."""
@@ -305,14 +308,14 @@ class EpisodeProcess:
         self._numbers = count(1)
         self._posted = 0
         self._episodes = 0
-        self._calls: list[Begin | Answer | Recorded | Refuse | Close] = []
+        self._calls: list[LoopCall] = []
         """Of the next post."""
         self._life = self._begin_life()
 
     def attempt(self, step: str, episode: Episode, hear: Hear, *, number: int, first: int) -> RemoteAttempt:
         """Make an attempt of a step."""
-        about = (episode.uid, episode.sample, episode.prompt_ids, _encoded(episode.prompt), json.dumps(episode.task))
-        return RemoteAttempt(self, step, episode, hear, Begin(next(self._numbers), step, *about, number, first))
+        about = (episode.uid, episode.sample, episode.prompt_ids, encoded(episode.prompt), json.dumps(episode.task))
+        return RemoteAttempt(self, step, episode, hear, BeginAttempt(next(self._numbers), step, *about, number, first))
 
     # -- as of a loop
 
@@ -325,7 +328,7 @@ class EpisodeProcess:
         told, self._calls = self._calls, []
         self._posted += 1
         numbers = [one.id for one in moving if isinstance(one, RemoteAttempt)]
-        self._life.put(Post(self._posted, *self._now(), self._episodes, told, numbers))
+        self._life.put(LoopPost(self._posted, *self._now(), self._episodes, told, numbers))
 
     def settle(self) -> None:
         """Wait until all that was posted has had its effect there. Gives up after a moment, but where the process has
@@ -353,19 +356,19 @@ class EpisodeProcess:
 
     # -- for attempts
 
-    def begin(self, attempt: RemoteAttempt, first: Begin) -> None:
+    def begin(self, attempt: RemoteAttempt, first: BeginAttempt) -> None:
         """Begin an attempt with the next post."""
         if self._life.add(attempt):
             self.put(first)
 
-    def put(self, call: Begin | Answer | Recorded | Refuse | Close) -> None:
+    def put(self, call: LoopCall) -> None:
         """Do something with the next post."""
         self._calls.append(call)
 
     def _begin_life(self) -> _Life:
         return _Life(self._start(), self._measured, self._crowded)
 
-    def _measured(self, told: Measured) -> None:
+    def _measured(self, told: StepMeasured) -> None:
         getattr(self._metrics, told.measure)(told.name, *told.values)
 
 
@@ -373,12 +376,12 @@ class _Life:
     """One process, from its start to its end: a thread writes to it, and another one hears it."""
 
     def __init__(
-        self, process: KeptProcess, measured: Callable[[Measured], None], crowded: Callable[[str], None]
+        self, process: KeptProcess, measured: Callable[[StepMeasured], None], crowded: Callable[[str], None]
     ) -> None:
         self.changed = threading.Condition()
         self.settled = 0
         self.over = self._ready = self._ending = False
-        self.seen = Seen("", [], {})
+        self.seen = LoopSeen("", [], {})
         self._unfit = self._killed = ""
         """Why it cannot serve; why it was killed."""
         self._process = process
@@ -402,9 +405,9 @@ class _Life:
             attempt.hear(self._lost())
         return not over
 
-    def put(self, post: Post) -> None:
+    def put(self, post: LoopPost) -> None:
         """Have it written."""
-        self._writes.put(_frame(post))
+        self._writes.put(frame(post))
 
     def await_start(self) -> None:
         """Return when it has imported its steps, or has ended."""
@@ -438,12 +441,17 @@ class _Life:
         while not self._process.ended:
             if not source.poll(LOOK_EVERY_S * 1000):
                 continue
-            data = os.read(self._process.reports, _CHUNK)
+            data = os.read(self._process.reports, CHUNK)
             if not data:
                 break
             received += data
-            for frame in _frames(received):
-                self._hear(_FROM_PROCESS.decode(frame))
+            try:
+                for data in frames(received):
+                    self._hear(FROM_PROCESS.decode(data))
+            except msgspec.MsgspecError as error:
+                # A step may write wherever it likes, there.
+                self._kill(f"it wrote what is no message ({error})")
+                break
         self._process.close()
         with self.changed:
             self.over = True
@@ -453,29 +461,29 @@ class _Life:
         for attempt in () if self._ending else left:
             attempt.hear(self._lost())
 
-    def _hear(self, message: Ready | Unfit | Told | Ended | Settled | Seen | Crowded | Measured) -> None:
-        if isinstance(message, Told | Ended):
+    def _hear(self, message: FromProcess) -> None:
+        if isinstance(message, AttemptTold | AttemptEnded):
             self._hear_attempt(message)
-        elif isinstance(message, Measured):
+        elif isinstance(message, StepMeasured):
             self._measured(message)
-        elif isinstance(message, Crowded):
+        elif isinstance(message, ThreadsCrowded):
             self._crowded(message.why)
-        elif isinstance(message, Seen):
+        elif isinstance(message, LoopSeen):
             self.seen = message
             for number in self._attempts.keys() & message.places.keys():
                 self._attempts[number].place = message.places[number]
         else:
             with self.changed:
-                self._ready = self._ready or isinstance(message, Ready)
-                self._unfit = message.why if isinstance(message, Unfit) else ""
-                self.settled = message.number if isinstance(message, Settled) else self.settled
+                self._ready = self._ready or isinstance(message, ProcessReady)
+                self._unfit = message.why if isinstance(message, ProcessUnfit) else ""
+                self.settled = message.number if isinstance(message, PostSettled) else self.settled
                 self.changed.notify_all()
 
-    def _hear_attempt(self, message: Told | Ended) -> None:
+    def _hear_attempt(self, message: AttemptTold | AttemptEnded) -> None:
         attempt = self._attempts.get(message.attempt)
         if attempt is None:
             return
-        if isinstance(message, Told):
+        if isinstance(message, AttemptTold):
             attempt.hear(message.event)
             return
         del self._attempts[message.attempt]
@@ -499,7 +507,7 @@ class _Life:
         )
 
 
-def _raised(fault: Fault) -> BaseException:
+def _raised(fault: StepFault) -> BaseException:
     """What the worker hears of what a step has raised."""
     if fault.kind == "failed":
         return EpisodeFailed(fault.message, fault.reason, fault.cause, fault.place)
@@ -507,200 +515,3 @@ def _raised(fault: Fault) -> BaseException:
         return (ContextFull if fault.kind == "full" else RequestRefused)(fault.message, fault.reason)
     plain = {"settings": UserError, "setup": SetupFailed, "cancelled": CancelledError}
     return plain[fault.kind](fault.message)
-
-
-# -- the end of the process
-
-
-class HostedStep(Protocol):
-    """What is asked of a generate step here."""
-
-    def attempt(self, episode: Episode, hear: Hear, *, number: int = 1, first: int = 0) -> Attempt:
-        """Make an attempt at a sample."""
-
-    def failed(self, error: BaseException, episode: Episode, /) -> Exception:
-        """What to raise of what the step has raised."""
-
-    def returned(self, value: object) -> Mapping[str, float]:
-        """Take what it returned; raises EpisodeFailed."""
-
-
-class ToldMetrics(MetricStore):
-    """The metrics of the worker, as a step in this process knows them: what it measures is told."""
-
-    def __init__(self, tell: Callable[[Measured], None]) -> None:
-        super().__init__()
-        self._tell = tell
-
-    def mean(self, name: str, value: float, weight: float = 1.0) -> None:
-        """Add `value` with `weight` to a mean."""
-        self._tell(Measured("mean", name, [value, weight]))
-
-    def explained(self, name: str, sums: tuple[float, float, float, float, float]) -> None:
-        """Add to an explained variance."""
-        self._tell(Measured("explained", name, [sums]))
-
-    def max(self, name: str, value: float) -> None:
-        """Keep the largest."""
-        self._tell(Measured("max", name, [value]))
-
-    def min(self, name: str, value: float) -> None:
-        """Keep the smallest."""
-        self._tell(Measured("min", name, [value]))
-
-    def add(self, name: str, value: float) -> None:
-        """Add to a sum."""
-        self._tell(Measured("add", name, [value]))
-
-    def set(self, name: str, value: float) -> None:
-        """Set a value."""
-        self._tell(Measured("set", name, [value]))
-
-
-class WorkerPipe:
-    """The pipes to and from the worker."""
-
-    def __init__(self, source: int, into: int) -> None:
-        self._source = source
-        self._into = into
-        self._mutex = threading.Lock()
-        self._received = bytearray()
-        self._poll = select.poll()
-        self._poll.register(source, select.POLLIN)
-
-    def tell(self, message: msgspec.Struct) -> None:
-        """Tell the worker something; any thread may."""
-        data = memoryview(_frame(message))
-        with self._mutex:
-            while data:
-                try:
-                    data = data[os.write(self._into, data) :]
-                except BlockingIOError:
-                    select.select([], [self._into], [], STUCK_S)
-
-    def posts(self, limit_s: float) -> Sequence[Post] | None:
-        """What the worker has posted, after so long at most; None: there is nothing more to come."""
-        if not self._poll.poll(limit_s * 1000):
-            return []
-        data = os.read(self._source, _CHUNK)
-        self._received += data
-        return [_FROM_WORKER.decode(frame) for frame in _frames(self._received)] if data else None
-
-
-class EpisodeServer:
-    """Runs the episodes of a worker in this process, whose main thread calls `serve`. `now` is told the training step
-    and the version before episodes go on."""
-
-    def __init__(
-        self, pipe: WorkerPipe, steps: Mapping[str, HostedStep], loop: EpisodeLoop, now: Callable[[int, int], None]
-    ) -> None:
-        self._pipe = pipe
-        self._steps = steps
-        self._loop = loop
-        self._now = now
-        self._attempts: dict[int, Attempt] = {}
-        self._episodes = 0
-        self._look_at = 0.0
-        self._seen = Seen("", [], {})
-        self._places: dict[int, str] = {}
-
-    def serve(self) -> None:
-        """Run what is posted, until nothing more comes."""
-        self._pipe.tell(Ready())
-        while (posts := self._pipe.posts(LOOK_EVERY_S)) is not None:
-            for post in posts:
-                self._take(post)
-            if time.monotonic() >= self._look_at:
-                self._look()
-                self._look_at = time.monotonic() + LOOK_EVERY_S
-        self._loop.close()
-
-    def _take(self, post: Post) -> None:
-        self._now(post.training_step, post.policy_version)
-        self._loop.count(post.episodes - self._episodes)
-        self._episodes = post.episodes
-        calls = [call for one in post.calls if (call := self._call(one)) is not None]
-        self._loop.post(calls, [self._attempts[number] for number in post.moving if number in self._attempts])
-        self._loop.settle()
-        self._pipe.tell(Settled(post.number))
-
-    def _call(self, told: Begin | Answer | Recorded | Refuse | Close) -> Callable[[], None] | None:
-        """What is to run on the loop; None: its attempt has ended."""
-        if isinstance(told, Begin):
-            step = self._steps[told.step]
-            about = (told.prompt_ids, _decoded(told.prompt), json.loads(told.task))
-            episode = Episode(told.uid, told.sample, *about)
-            hear = partial(self._hear, told.attempt, step)
-            attempt = step.attempt(episode, hear, number=told.number, first=told.first)
-            self._attempts[told.attempt] = attempt
-            return attempt.begin
-        if told.attempt not in self._attempts:
-            return None
-        attempt = self._attempts[told.attempt]
-        if isinstance(told, Answer):
-            episode = attempt.episode
-            written = (_decoded(told.response), episode.task, told.finish_reason, told.response_ids)
-            found = Completion(episode.prompt, *written)
-            return partial(attempt.answer, told.call, found)
-        if isinstance(told, Recorded):
-            return partial(attempt.answer, told.call, told.answer)
-        if isinstance(told, Refuse):
-            error = (ContextFull if told.full else RequestRefused)(told.did, told.more)
-            return partial(attempt.refuse, told.call, error)
-        del self._attempts[told.attempt]
-        return attempt.close
-
-    def _hear(self, number: int, step: HostedStep, attempt: Attempt, event: Event) -> None:
-        """Tell what an attempt has done; by the loop's thread, or that of the attempt."""
-        if not isinstance(event, Returned | Raised):
-            self._pipe.tell(Told(number, event))
-            return
-        self._attempts.pop(number, None)
-        fields: Mapping[str, float] = {}
-        error = event.error if isinstance(event, Raised) else None
-        if isinstance(event, Returned):
-            try:
-                fields = step.returned(event.value)
-            except EpisodeFailed as failed:
-                error = failed
-        fault = None if error is None else _fault(error, step, attempt.episode)
-        self._pipe.tell(Ended(number, attempt.calls, dict(fields), fault))
-
-    def _look(self) -> None:
-        """Tell what has changed of what is waited for."""
-        waiting = [
-            (number, attempt)
-            for number, attempt in self._attempts.copy().items()
-            if isinstance(attempt, LocalAttempt) and not attempt.waits
-        ]
-        places = {number: attempt.place for number, attempt in waiting}
-        changed = {number: place for number, place in places.items() if self._places.get(number) != place}
-        seen = Seen(self._loop.blocked(), self._loop.left_behind(), changed)
-        if changed or (seen.blocked, seen.left_behind) != (self._seen.blocked, self._seen.left_behind):
-            self._pipe.tell(seen)
-        self._places, self._seen = places, seen
-
-
-def _fault(error: BaseException, step: HostedStep, episode: Episode) -> Fault:
-    """What the worker is to hear of what a step has raised."""
-    if isinstance(error, CancelledError):
-        return Fault("cancelled", "")
-    if is_full(error):
-        full = _leaf(error)
-        return Fault("full", full.did, full.more)
-    if isinstance(error, RequestRefused):
-        return Fault("refused", error.did, error.more)
-    if isinstance(error, UserError):
-        return Fault("settings", str(error))
-    found = step.failed(error, episode)
-    if isinstance(found, EpisodeFailed):
-        return Fault("failed", str(found), found.reason, found.cause, found.place)
-    return Fault("setup", str(found))
-
-
-def _leaf(error: BaseException) -> ContextFull:
-    """The first of the errors of branches, all of which say that there is no more room."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    assert isinstance(error, ContextFull), "all of them say so"
-    return error

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import json
 import linecache
-import os
 import platform
 import signal
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -23,18 +21,14 @@ from distflow import log
 from distflow.comm.addresses import ensure_socket_dir, leave_socket_dir
 from distflow.comm.processes import name_process
 from distflow.errors import DeviceFault, DistflowError, RunStopped, StepError, TermEnded, UserError, device_fault
-from distflow.flow.document import WorkerDocument, read_worker_document
+from distflow.flow.document import read_worker_document
 from distflow.flow.file_import import scope_in
-from distflow.flow.planner import make_plan
 from distflow.flow.script import render_script
-from distflow.runtime.assembly import Setting, build_contexts, build_tokenizer
-from distflow.runtime.checkpoint.parts import CheckpointReader
+from distflow.runtime.assembly import Setting, read_setting
 from distflow.runtime.disk import FAILURE_ROOM, replace_file, spare_output, write_last
-from distflow.runtime.episode_loop import SETTLE_S, EpisodeLoop
-from distflow.runtime.episode_process import Crowded, EpisodeServer, ToldMetrics, Unfit, WorkerPipe
 from distflow.runtime.process_record import arm
 from distflow.runtime.session import Session
-from distflow.runtime.steps import EpisodeContext, StepRunner, split, user_code
+from distflow.runtime.steps import split, user_code
 from distflow.runtime.worker import Worker
 from distflow.types import WorkerName
 
@@ -70,7 +64,7 @@ def run_worker(document: Path, incarnation: int) -> int:
     name_process(f"distflow {run_dir.name} {found.worker}")
     log.logger(__name__).info("executed by %s, Python %s", sys.executable, platform.python_version())
     try:
-        setting = _setting(found, document)
+        setting = read_setting(found, document)
         torch.set_num_threads(setting.me.threads)
         sys.setswitchinterval(SWITCH_S)
         script = _compile(setting, document)
@@ -100,60 +94,6 @@ def run_by_hand(document: Path, incarnation: int) -> int:
         return run_worker(document, incarnation)
     finally:
         leave_socket_dir(Path(found.run_dir), found.host)
-
-
-def run_episodes(document: str, reports: str) -> int:
-    """Run the episodes of the worker that `document` describes, in a process of their own; returns its exit code.
-
-    The worker posts through standard input, and reads what is told from the pipe `reports`.
-    """
-    source = os.dup(0)
-    # What users' code reads is not what the worker posts.
-    with open(os.devnull) as nothing:
-        os.dup2(nothing.fileno(), 0)
-    # Slurm may send it to all processes of a job, and the worker decides when this one ends. Unlike one that is
-    # ignored, a signal that is handled is as usual in the programs that tools start.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, frame: None)
-    pipe = WorkerPipe(source, int(reports))
-    try:
-        server = _episode_server(Path(document), pipe)
-    except Exception as error:
-        # The top of a process: the worker, which has done all of this before, says it in the place of this one.
-        pipe.tell(Unfit(f"the process of the episodes could not begin: {type(error).__name__}: {error}"))
-        raise
-    server.serve()
-    return DONE
-
-
-def _episode_server(path: Path, pipe: WorkerPipe) -> EpisodeServer:
-    found = read_worker_document(path)
-    log.configure(found.worker)
-    setting = replace(_setting(found, path), resumed=None)
-    torch.set_num_threads(setting.me.threads)
-    metrics = ToldMetrics(pipe.tell)
-    contexts = build_contexts(setting, metrics, {}, {}, build_tokenizer(setting), EpisodeContext)
-    loop = EpisodeLoop(SETTLE_S, lambda why: pipe.tell(Crowded(why)))
-    made = [step for step in setting.me.steps if step.role == "generate"]
-    steps = StepRunner(found.worker, made, contexts, loop=loop)
-    of_validation = None if setting.plan.val is None else setting.plan.val.settings
-
-    def now(training_step: int, policy_version: int) -> None:
-        for context in contexts.values():
-            context.training_step, context.policy_version = training_step, policy_version
-
-    return EpisodeServer(pipe, {step.name: steps.generate_step(step.name, of_validation) for step in made}, loop, now)
-
-
-def _setting(document: WorkerDocument, path: Path) -> Setting:
-    plan = make_plan(document.recipe, spanning=document.members is not None)
-    me = plan.worker(WorkerName.parse(document.worker))
-    resumed = None
-    # Only training workers are part of a checkpoint; the others start afresh.
-    if document.resume is not None and document.worker in (document.members or plan.members):
-        # Every byte of it is read later, when the others can see that this takes time.
-        resumed = CheckpointReader(Path(document.resume), me.name.file_stem, unread=True)
-    return Setting(document, plan.recipe, plan, me, Path(document.run_dir), resumed, path)
 
 
 def _compile(setting: Setting, document: Path) -> Callable[[Worker], None]:
