@@ -209,7 +209,7 @@ class ServingClock:
         return True
 
 
-class Patience:
+class SettlePatience:
     """How long the thread of an engine waits for episodes: `settle_s` each time, and some more in all."""
 
     def __init__(self, settle_s: float) -> None:
@@ -232,7 +232,7 @@ class EpisodeLoop:
     patience; `crowded` is called once, with how it is, if too many threads are busy with what nobody waits for."""
 
     def __init__(self, settle_s: float = ALONE_S, crowded: Callable[[str], None] = lambda why: None) -> None:
-        self._patience = Patience(settle_s)
+        self._patience = SettlePatience(settle_s)
         self._crowded: Callable[[str], None] | None = crowded
         self._quiet = threading.Condition()
         self._posted = self._run = self._settled = 0

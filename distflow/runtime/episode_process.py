@@ -42,7 +42,7 @@ from distflow.runtime.attempt import (
     ToolAnswered,
     Withdrawn,
 )
-from distflow.runtime.episode_loop import CLEANUP_S, CLOSE_S, Patience, SetupFailed
+from distflow.runtime.episode_loop import CLEANUP_S, CLOSE_S, SettlePatience, SetupFailed
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.sample_errors import EpisodeFailed
 from distflow.types import CallNumber, Completion, Episode, FinishReason, SampleKey, Uid
@@ -304,7 +304,7 @@ class EpisodeProcess:
         self._now = now
         self._metrics = metrics
         self._crowded = crowded
-        self._patience = Patience(ROUND_TRIP_S)
+        self._patience = SettlePatience(ROUND_TRIP_S)
         self._numbers = count(1)
         self._posted = 0
         self._episodes = 0
