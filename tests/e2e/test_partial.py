@@ -127,7 +127,7 @@ def test_what_a_tool_has_done_for_a_killed_rollout_is_not_done_again(
     shop = f"flow.steps.sample.with.shop={tmp_path}"
     run = slow_run(launch, 2, step, shop, *room, "layout.hedging=false", tokens=TOKENS - FIRST)
     run.until(generating(run), "first contact")
-    own = run.pids_of("rollout/1 episodes")
+    own = run.pids_of("rollout/1 episodes keeper")
     assert len(own) == (where == "process")
     end_in_the_middle(run, "rollout/1", signal.SIGKILL, of=["rollout/1"], tokens=75)
     run.until(lambda: not any(map(psutil.pid_exists, own)), "the end of its episodes")

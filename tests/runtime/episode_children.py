@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -48,22 +50,31 @@ def serve(file: str, settings: str, reports: str) -> int:
     return serve_episodes(int(reports), made)
 
 
-class Apart:
-    """Steps of a file, in a process and, for comparison, in this one."""
+class Steps:
+    """Steps of a file, for this process and, `apart`, for one of their own."""
 
-    def __init__(self, file: Path, settings: Settings) -> None:
+    def __init__(self, file: Path, settings: Settings, *, apart: bool = False) -> None:
         self.metrics = MetricStore()
-        self.output = file.parent / "episodes.log"
         self.started = list[KeptProcess]()
-        self._file = str(file)
+        self._file = file
+        self._folder = tempfile.TemporaryDirectory(prefix="episodes-")
         self._settings = settings
-        blocking = {name: name in ("plain", "doomed") for name in settings}
-        self.process = EpisodeProcess(self._start, blocking, self.now, self.metrics, self.crowded)
+
+    @cached_property
+    def process(self) -> EpisodeProcess:
+        """Where `step` may run them."""
+        blocking = {name: name in ("plain", "doomed") for name in self._settings}
+        return EpisodeProcess(self._start, blocking, self.now, self.metrics, self.crowded)
 
     def _start(self) -> KeptProcess:
-        arguments = [self._file, json.dumps(self._settings)]
-        self.started.append(KeptProcess(ENTRY, arguments, f"test {self._file}", self.output))
+        about = [str(self._file), json.dumps(self._settings)]
+        self.started.append(KeptProcess(ENTRY, about, f"test {self._file}", self.output))
         return self.started[-1]
+
+    @property
+    def output(self) -> Path:
+        """What the process prints."""
+        return Path(self._folder.name) / "episodes.log"
 
     def now(self) -> tuple[int, int]:
         return (0, 0)
@@ -73,7 +84,9 @@ class Apart:
 
     def step(self, name: str, loop: EpisodeLoop | EpisodeProcess) -> GenerateStep:
         context = StepContext(name, "rollout/0", tokenizer=EndlessTokenizer(), metrics=self.metrics)
-        runner = StepRunner("rollout/0", [plan_of(self._file, name, self._settings[name])], {name: context}, loop=loop)
+        runner = StepRunner(
+            "rollout/0", [plan_of(str(self._file), name, self._settings[name])], {name: context}, loop=loop
+        )
         return runner.generate_step(name)
 
     def samples(self, name: str, loop: EpisodeLoop | EpisodeProcess, samples: int = 3) -> Trajectories:

@@ -15,7 +15,7 @@ from distflow.errors import StepError, UserError
 from distflow.runtime.episode_loop import SETTLE_S, EpisodeLoop, SetupFailed
 from distflow.runtime.episode_process import EpisodeProcess
 from distflow.types import SampleRequest
-from tests.runtime.episode_children import Apart
+from tests.runtime.episode_children import Steps
 from tests.runtime.test_awaiting import SOURCE, until_done
 from tests.runtime.test_trajectories import engine, lease
 
@@ -108,10 +108,10 @@ Found = tuple[Batch, list[SampleRequest], dict[str, float]]
 
 
 @pytest.fixture(scope="module")
-def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
+def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Steps]:
     file = tmp_path_factory.mktemp("apart") / "asking.py"
     file.write_text(SOURCE + MORE)
-    made = Apart(file, {**STEPS, "failing": {"on_error": "leave_out", "max_error_rate": 1.0}})
+    made = Steps(file, {**STEPS, "failing": {"on_error": "leave_out", "max_error_rate": 1.0}})
     yield made
     # An episode waits, and would for ten minutes.
     samples, asked = made.samples("waiting", made.process), engine()
@@ -123,7 +123,7 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
     assert len(made.started) == 1
 
 
-def made_by(apart: Apart, name: str, loop: EpisodeLoop | EpisodeProcess) -> Found:
+def made_by(apart: Steps, name: str, loop: EpisodeLoop | EpisodeProcess) -> Found:
     samples, made = apart.samples(name, loop), engine(slots=64, max_tokens=160)
     asked = until_done(samples, made, [5])
     measured = {key: value for key, value in apart.metrics.drain().items() if not key.startswith("timing_s")}
@@ -131,7 +131,7 @@ def made_by(apart: Apart, name: str, loop: EpisodeLoop | EpisodeProcess) -> Foun
 
 
 @pytest.mark.parametrize("name", ALIKE)
-def test_samples_are_the_same_wherever_their_episodes_run(apart: Apart, name: str) -> None:
+def test_samples_are_the_same_wherever_their_episodes_run(apart: Steps, name: str) -> None:
     """Tokens, log-probs, masks, what was asked for and in which order, and what steps have measured."""
     here = EpisodeLoop(SETTLE_S)
     batch, asked, measured = made_by(apart, name, here)
@@ -149,12 +149,12 @@ def plain(column: Column) -> list[str]:
     return [repr(row.tolist()) for row in rows]
 
 
-def test_what_is_measured_is_the_worker_s(apart: Apart) -> None:
+def test_what_is_measured_is_the_worker_s(apart: Steps) -> None:
     _, _, measured = made_by(apart, "measuring", apart.process)
     assert (measured["mine/length"], measured["mine/length.weight"], measured["mine/samples"]) == (4.0, 3.0, 3.0)
 
 
-def test_one_that_fails_says_where(apart: Apart, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_that_fails_says_where(apart: Steps, caplog: pytest.LogCaptureFixture) -> None:
     batch, _, _ = made_by(apart, "failing", apart.process)
     assert batch.texts("left_out") == ["", "ConnectionError: sandbox away", ""]
     (told,) = [record.getMessage() for record in caplog.records if "sandbox away" in record.getMessage()]
@@ -162,12 +162,12 @@ def test_one_that_fails_says_where(apart: Apart, caplog: pytest.LogCaptureFixtur
     assert "step 'failing'" in told
 
 
-def test_what_the_worker_has_is_not_there(apart: Apart) -> None:
+def test_what_the_worker_has_is_not_there(apart: Steps) -> None:
     with pytest.raises(UserError, match="ctx.state: the episodes of step 'keeping' run in a process of their own"):
         made_by(apart, "keeping", apart.process)
 
 
-def test_the_engine_goes_on_while_one_computes(apart: Apart) -> None:
+def test_the_engine_goes_on_while_one_computes(apart: Steps) -> None:
     """In steps of some milliseconds, though a coroutine holds up the loop of the episodes for two seconds."""
     samples, made = apart.samples("computing", apart.process, 1), engine()
     samples.submit(made, samples.begin([lease(5)]))
@@ -191,7 +191,7 @@ def test_its_end_is_a_failure_of_its_episodes_and_another_one_goes_on(
     (tmp_path / "died").mkdir()
     (tmp_path / "asking.py").write_text(SOURCE + MORE)
     about = {"folder": str(tmp_path / "died")}
-    apart = Apart(tmp_path / "asking.py", {"dying": about, "doomed": {**about, "on_error": "stop"}})
+    apart = Steps(tmp_path / "asking.py", {"dying": about, "doomed": {**about, "on_error": "stop"}})
     batch, _, _ = made_by(apart, "dying", apart.process)
     assert batch.dense("rewards/told").tolist() == [2.0] * 3
     assert batch.texts("left_out") == [""] * 3
@@ -210,7 +210,7 @@ def test_steps_that_cannot_be_imported_there_end_the_run(tmp_path: Path) -> None
     """A variable of the environment may be another one there."""
     (tmp_path / "asking.py").write_text(SOURCE + MORE + "\nassert os.getpid() == int(os.environ['ASKING'])\n")
     os.environ["ASKING"] = str(os.getpid())
-    apart = Apart(tmp_path / "asking.py", {"tool": {}})
+    apart = Steps(tmp_path / "asking.py", {"tool": {}})
     with pytest.raises(SetupFailed, match="could not begin"):
         made_by(apart, "tool", apart.process)
     apart.process.close()
