@@ -380,18 +380,18 @@ def _temperature(step: StepPlan) -> float:
 
 
 def start_episodes(
-    setting: Setting, contexts: Mapping[str, StepContext], crowded: Callable[[str], None]
+    setting: Setting, metrics: MetricStore, now: Callable[[str], tuple[int, int]], crowded: Callable[[str], None]
 ) -> EpisodeProcess:
-    """The process of this worker's episodes. `crowded`: makes the worker begin anew, and say why."""
+    """Start the process of this worker's episodes. `now`: the training step and version of a step; `crowded`: makes the
+    worker begin anew, and says why."""
     me = setting.me
     assert setting.path is not None, "a worker whose episodes have a process has been read from a file"
-    names = [step.name for step in me.steps if step.role == "generate"]
-    blocking = {step.name: not iscoroutinefunction(resolve(step.call)) for step in me.steps if step.name in names}
+    steps = [step for step in me.steps if step.role == "generate"]
+    blocking = {step.name: not iscoroutinefunction(resolve(step.call)) for step in steps}
     title = f"distflow {setting.run_dir.name} {me.name} episodes"
     output = setting.run_dir / "logs" / f"{me.name.file_stem}.episodes.log"
     start = partial(KeptProcess, EPISODES, [str(setting.path)], title, output)
-    first = contexts[names[0]]
-    return EpisodeProcess(start, blocking, lambda: (first.training_step, first.policy_version), first.metrics, crowded)
+    return EpisodeProcess(start, blocking, partial(now, steps[0].name), metrics, crowded)
 
 
 def build_trajectories(

@@ -330,6 +330,10 @@ class EpisodeProcess:
         numbers = [one.id for one in moving if isinstance(one, RemoteAttempt)]
         self._life.put(LoopPost(self._posted, *self._now(), self._episodes, told, numbers))
 
+    def await_start(self) -> None:
+        """Wait until the process has imported the steps; one that does not come to that is ended."""
+        self._life.await_start()
+
     def settle(self) -> None:
         """Wait until all that was posted has had its effect there. Gives up after a moment, but where the process has
         still to import the steps: nothing else could be done meanwhile."""
@@ -344,6 +348,9 @@ class EpisodeProcess:
 
     def left_behind(self) -> list[str]:
         """Where threads are busy whose episodes are over, as the process has last said."""
+        crowded, self._life.crowded = self._life.crowded, ""
+        if crowded:
+            self._crowded(crowded)
         return self._life.seen.left_behind
 
     def count(self, more: int) -> None:
@@ -366,7 +373,7 @@ class EpisodeProcess:
         self._calls.append(call)
 
     def _begin_life(self) -> _Life:
-        return _Life(self._start(), self._measured, self._crowded)
+        return _Life(self._start(), self._measured)
 
     def _measured(self, told: StepMeasured) -> None:
         getattr(self._metrics, told.measure)(told.name, *told.values)
@@ -375,18 +382,17 @@ class EpisodeProcess:
 class _Life:
     """One process, from its start to its end: a thread writes to it, and another one hears it."""
 
-    def __init__(
-        self, process: KeptProcess, measured: Callable[[StepMeasured], None], crowded: Callable[[str], None]
-    ) -> None:
+    def __init__(self, process: KeptProcess, measured: Callable[[StepMeasured], None]) -> None:
         self.changed = threading.Condition()
         self.settled = 0
         self.over = self._ready = self._ending = False
         self.seen = LoopSeen("", [], {})
+        self.crowded = ""
+        """Why the worker is to begin anew."""
         self._unfit = self._killed = ""
         """Why it cannot serve; why it was killed."""
         self._process = process
         self._measured = measured
-        self._crowded = crowded
         self._attempts: dict[int, RemoteAttempt] = {}
         self._writes: SimpleQueue[bytes] = SimpleQueue()
         self._threads = [
@@ -467,7 +473,7 @@ class _Life:
         elif isinstance(message, StepMeasured):
             self._measured(message)
         elif isinstance(message, ThreadsCrowded):
-            self._crowded(message.why)
+            self.crowded = message.why
         elif isinstance(message, LoopSeen):
             self.seen = message
             for number in self._attempts.keys() & message.places.keys():

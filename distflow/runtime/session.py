@@ -212,6 +212,9 @@ class Session:
             # Without it, PyTorch refuses matrix products on a GPU.
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         tokenizer = build_tokenizer(setting)
+        if setting.me.generates and setting.me.environments == "process":
+            # It imports the steps while models are loaded here.
+            self._episodes = start_episodes(setting, self._metrics, self._now, self._begin_again)
         owned, outbound = self._register(tokenizer)
         # The worker answers messages from here on; models may take minutes to load.
         self._node.start()
@@ -228,8 +231,6 @@ class Session:
         self._contexts = contexts = build_contexts(setting, self._metrics, self._models, engines, tokenizer)
         for name, context in contexts.items():
             context.tally = self._tallies.of(name)
-        if setting.me.generates and setting.me.environments == "process":
-            self._episodes = start_episodes(setting, contexts, self._begin_again)
         steps = StepRunner(self._name, setting.me.steps, contexts, loop=self._episodes)
         for step in (step for step in setting.me.steps if step.generates_further):
             model, generate = str(step.model), steps.generate_step(step.name)
@@ -294,6 +295,10 @@ class Session:
         """Raise what ends a wait inside the engine. A worker that trains stops only where all replicas do."""
         (self._board.raise_if_over if self._training is None else self._board.raise_fault)()
 
+    def _now(self, step: str) -> tuple[int, int]:
+        """The training step and the version that a generate step samples for."""
+        return self._contexts[step].training_step, self._contexts[step].policy_version
+
     def _drain(self, message: Message) -> None:
         if not self._leave_early():
             log.warning("drain request ignored: %s is a training worker and cannot be drained", self._name)
@@ -319,7 +324,11 @@ class Session:
         self._on_terminate(signal.SIGTERM, None)
 
     def _meet(self) -> None:
-        """Wait for peers: a training worker for all replicas and one generating worker, others for all owners."""
+        """Wait for the process of the episodes, if there is one, and for peers: a training worker for all replicas and one
+        generating worker, others for all owners."""
+        if isinstance(self._episodes, EpisodeProcess):
+            with self._board.shown("the process of its episodes", ()):
+                self._episodes.await_start()
         membership = self._node.membership
         if not membership.peers:
             return
