@@ -324,8 +324,8 @@ class Session:
         self._on_terminate(signal.SIGTERM, None)
 
     def _meet(self) -> None:
-        """Wait for the process of the episodes, if there is one, and for peers: a training worker for all replicas and one
-        generating worker, others for all owners."""
+        """Wait for the process of its episodes, if it has one, and for peers: a training worker for all replicas and
+        one generating worker, others for all owners."""
         if isinstance(self._episodes, EpisodeProcess):
             with self._board.shown("the process of its episodes", ()):
                 self._episodes.await_start()
