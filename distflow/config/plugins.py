@@ -119,6 +119,8 @@ EXPORTER = "distflow.workers.exporting:export_model"
 
 COPIES = "distflow.workers.second_place:start_copies"
 """Copies checkpoints to a second place."""
+EPISODES = "distflow.runtime.episode_server:run_episodes"
+"""Runs the episodes of a worker, in a process of their own."""
 FOLLOW = "distflow.launch.observe.tracking:follow"
 """The program that gives the metrics of a run to one tracker."""
 

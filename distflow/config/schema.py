@@ -269,6 +269,9 @@ class PoolConfig(Section):
     episodes: int | None = Field(default=None, ge=1, json_schema_extra={"unit": "samples"})
     """Samples that one generating worker has under way at most, those included that wait for tools and leave their
     slots to others meanwhile; null: 4 times `slots`. A whole group is begun in any case if there is no other."""
+    environments: Literal["thread", "process"] = "thread"
+    """Where generate steps run with their tools: in a thread beside the engine, or in a process of their own, for what
+    computes, forks or crashes: it holds up no engine and ends no worker."""
     sample_memory_mb: int | None = Field(default=None, ge=1, json_schema_extra={"unit": "MiB"})
     """Memory that a training worker reserves for arriving results (for rows to train on, where they come from other
     training workers), in MiB; null: derived from the batch, the longest samples and max_staleness, 256 to 8192 (more if

@@ -128,6 +128,7 @@ def estimate(plan: Plan, worker: WorkerPlan, *, on_gpu: bool, gpu_bytes: int = A
         worker, models, here["gradients"], engines, engine["drawing"], sum(work.values()), gathered, on_gpu=on_gpu
     )
     samples = _samples(plan, worker)
+    processes = PROCESS * (2 if worker.generates and worker.environments == "process" else 1)
     moved = models + kept_cache(plan, worker, engine["kv"]) if worker.offload and on_gpu else 0
     staged = sum(staged_bytes(worker, sizes[name]) for name in worker.generates)
     beside = link_bytes(plan, worker, sizes) + _copied(plan, worker, sizes)
@@ -145,9 +146,9 @@ def estimate(plan: Plan, worker: WorkerPlan, *, on_gpu: bool, gpu_bytes: int = A
         held=models + engine["engine"],
         generating=generating + (GPU_PROCESS if on_gpu and generating else 0),
         training=training + (GPU_PROCESS if on_gpu and training else 0),
-        host=PROCESS + samples + elsewhere + moved + staged + beside,
+        host=processes + samples + elsewhere + moved + staged + beside,
         samples=samples,
-        loading=PROCESS + staged + _loading(plan, worker, sizes, on_gpu=on_gpu),
+        loading=processes + staged + _loading(plan, worker, sizes, on_gpu=on_gpu),
         shared=_shared(plan, sizes),
     )
 

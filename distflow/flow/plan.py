@@ -136,6 +136,8 @@ class WorkerPlan:
     slots: int
     episodes: int
     """Samples under way at most, decoding or not."""
+    environments: str
+    """Where generate steps run: `thread` or `process`."""
     sample_memory_mb: int
     offload: bool
     """Generating and training take turns on the device."""

@@ -129,6 +129,16 @@ def check_several_engines(recipe: Recipe, structure: Structure, problems: Proble
                 problems.add(key, message, "engine torch, or a pool of its own for each model")
 
 
+def check_environments(recipe: Recipe, structure: Structure, problems: Problems) -> None:
+    """Refuse a process for episodes where there are none."""
+    for planned in structure.pools:
+        if recipe.layout.pools[planned.name].environments == "process" and not planned.generates:
+            message = f"pool {planned.name!r} generates nothing, so it has no episodes"
+            problems.add(
+                f"layout.pools.{planned.name}.environments", message, "remove it, or set it on a pool that does"
+            )
+
+
 def check_offload(recipe: Recipe, structure: Structure, problems: Problems) -> None:
     """Refuse `offload` on pools whose device is not shared by two sides, or where something cannot leave it."""
     for planned in structure.pools:
@@ -231,6 +241,7 @@ CHECKS: tuple[tuple[Check, Literal["always", "if sound"]], ...] = (
     (check_sampling, "if sound"),
     (check_grouping, "if sound"),
     (check_several_engines, "if sound"),
+    (check_environments, "if sound"),
     (check_offload, "if sound"),
     (check_dumps, "always"),
     (check_shared_gpus, "if sound"),

@@ -196,6 +196,7 @@ def _worker(
         threads=own.threads or pool.threads,
         slots=slots,
         episodes=own.episodes or pool.episodes or EPISODES_A_SLOT * slots,
+        environments=pool.environments,
         sample_memory_mb=own.sample_memory_mb or pool.sample_memory_mb or sample_memory,
         offload=pool.offload,
         script=own.script or pool.script,

@@ -61,7 +61,7 @@ ERROR_SETTINGS: Mapping[str, Any] = MappingProxyType(
     }
 )
 """Settings that every generate step has beside those of its function, with their defaults: what becomes of a sample on
-which it fails (`runtime/episode_errors.py`), how long it may take, in seconds, in all and without tokens, and how many
+which it fails (`runtime/sample_errors.py`), how long it may take, in seconds, in all and without tokens, and how many
 tokens all its sequences may have."""
 SAMPLING_SETTINGS: Mapping[str, Any] = MappingProxyType(
     {

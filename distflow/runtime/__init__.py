@@ -7,6 +7,9 @@ Threads of a worker. The script runs on the main thread; the others serve it. *T
 | -------------------------------------- | ------------------------------------ | ------------------------------------ |
 | main (main.py)                         | the script: steps, engine, training  | the board, under a name: endpoint,   |
 |                                        |                                      | prompts, weights, checkpoint, a stop |
+| episodes (episode_loop.py; or two for  | generate steps, as coroutines; or    | what steps await; their pipes        |
+| their process, episode_process.py)     | what is posted to them, and heard    |                                      |
+| episode (episode_loop.py)              | a generate step that is no coroutine | a request's answer                   |
 | endpoint (comm/endpoint.py)            | owns all sockets; runs the handlers  | sockets: peers; its outbox: posts    |
 |                                        | of messages and of ticks             | from any thread                      |
 | prompts (exchange/prompt_reader.py)    | data source and tokenizer, ahead     | its own condition: `prompt_at`       |

@@ -7,14 +7,16 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from inspect import iscoroutinefunction
 from pathlib import Path
 from typing import cast
 
 import torch
 
 from distflow.comm.addresses import socket_dir
+from distflow.comm.kept_process import KeptProcess
 from distflow.comm.tracker_processes import TrackerProcesses, TrackerStart
-from distflow.config.plugins import COPIES, FOLLOW, MODEL_WRITER, TOKENIZER
+from distflow.config.plugins import COPIES, EPISODES, FOLLOW, MODEL_WRITER, TOKENIZER
 from distflow.config.schema import ModelConfig, Recipe
 from distflow.errors import PluginError, UserError
 from distflow.flow.adapters import shares_base
@@ -22,6 +24,7 @@ from distflow.flow.document import WorkerDocument
 from distflow.flow.gpus import first_gpu, width
 from distflow.flow.lineage import ARITHMETIC, arithmetic, departures, lineage
 from distflow.flow.plan import Plan, StepPlan, WorkerPlan, leaders_of
+from distflow.flow.planner import make_plan
 from distflow.flow.resolve import resolve
 from distflow.flow.step import FILTERED
 from distflow.flow.trackers import FOLDER, TrackerPlan, trackers_of
@@ -29,11 +32,12 @@ from distflow.log import logger
 from distflow.runtime.checkpoint.commit import Keeping
 from distflow.runtime.checkpoint.parts import CheckpointReader, CheckpointWriter, ModelFolders
 from distflow.runtime.disk import Disk, replace_file
-from distflow.runtime.engine_numbers import EngineNumbers
+from distflow.runtime.episode_process import EpisodeProcess
 from distflow.runtime.generate_step import GenerateStep, SampleLimits
 from distflow.runtime.metrics import MetricStore, PrefixedMetrics
 from distflow.runtime.process_record import note_trouble
 from distflow.runtime.protocols import Adapted, Alone, Backend, BackendSpec, Engine, EngineSpec, Reducer, Tokenizer
+from distflow.runtime.sample_errors import EngineNumbers
 from distflow.runtime.steps import ServedContext, StepContext
 from distflow.runtime.trace_writer import UNTRACED, Tracer, TraceSink
 from distflow.runtime.trajectories import Trajectories
@@ -68,6 +72,8 @@ class Setting:
     me: WorkerPlan
     run_dir: Path
     resumed: CheckpointReader | None
+    path: Path | None = None
+    """The file that holds the document."""
 
     @property
     def members(self) -> tuple[str, ...]:
@@ -169,6 +175,18 @@ def device_of(workers: Sequence[WorkerPlan], worker: WorkerPlan) -> str:
             )
         return "cpu" if wanted == "auto" else wanted
     return f"cuda:{first_gpu(workers, worker, count)}"
+
+
+def read_setting(document: WorkerDocument, path: Path) -> Setting:
+    """Plan what the worker of this document is built from; `path`: the file that it was read from."""
+    plan = make_plan(document.recipe, spanning=document.members is not None)
+    me = plan.worker(WorkerName.parse(document.worker))
+    resumed = None
+    # Only training workers are part of a checkpoint; the others start afresh.
+    if document.resume is not None and document.worker in (document.members or plan.members):
+        # Every byte of it is read later, when the others can see that this takes time.
+        resumed = CheckpointReader(Path(document.resume), me.name.file_stem, unread=True)
+    return Setting(document, plan.recipe, plan, me, Path(document.run_dir), resumed, path)
 
 
 def build_tokenizer(setting: Setting) -> Tokenizer:
@@ -320,15 +338,17 @@ def build_contexts(
     models: Mapping[str, Backend],
     engines: Mapping[str, Engine],
     tokenizer: Tokenizer,
+    kind: type[StepContext] | None = None,
 ) -> dict[str, StepContext]:
-    """One context for each of the worker's steps, with `ctx.state` as saved in the checkpoint. `engines`: by model."""
+    """One context for each of the worker's steps, with `ctx.state` as saved in the checkpoint. `engines`: by model;
+    `kind`: of context, None: as the step is used."""
     recipe = setting.recipe
     states = setting.resumed.worker(setting.me.name.pool)["steps"] if setting.resumed is not None else {}
     answered = {port.edge for port in setting.me.port("answers")}
     sampled = {step.prefix: step for step in setting.plan.generate_steps}
     of_policy = setting.plan.origin
     return {
-        step.name: (ServedContext if step.name in answered else StepContext)(
+        step.name: (kind or (ServedContext if step.name in answered else StepContext))(
             step_name=step.name,
             worker=str(setting.me.name),
             seed=recipe.run.seed,
@@ -357,6 +377,21 @@ def build_contexts(
 def _temperature(step: StepPlan) -> float:
     """At which a step samples; 1 for one that reads what nobody has sampled."""
     return 1.0 if step.role == "read" else float(step.settings["temperature"])
+
+
+def start_episodes(
+    setting: Setting, metrics: MetricStore, now: Callable[[str], tuple[int, int]], crowded: Callable[[str], None]
+) -> EpisodeProcess:
+    """Start the process of this worker's episodes. `now`: the training step and version of a step; `crowded`: makes the
+    worker begin anew, and says why."""
+    me = setting.me
+    assert setting.path is not None, "a worker whose episodes have a process has been read from a file"
+    steps = [step for step in me.steps if step.role == "generate"]
+    blocking = {step.name: not iscoroutinefunction(resolve(step.call)) for step in steps}
+    title = f"distflow {setting.run_dir.name} {me.name} episodes"
+    output = setting.run_dir / "logs" / f"{me.name.file_stem}.episodes.log"
+    start = partial(KeptProcess, EPISODES, [str(setting.path)], title, output)
+    return EpisodeProcess(start, blocking, partial(now, steps[0].name), metrics, crowded)
 
 
 def build_trajectories(

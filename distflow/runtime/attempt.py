@@ -21,7 +21,7 @@ from inspect import isawaitable, iscoroutinefunction
 from operator import index
 from pathlib import Path
 from types import CoroutineType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 from xxhash import xxh3_64_intdigest
@@ -31,7 +31,7 @@ from distflow.runtime.episode_loop import NUMBERS, EpisodeLoop, Numbers, innermo
 from distflow.types import CallNumber, Completion, Episode, SampleKey, SamplingParams
 
 
-class AskedTokens(NamedTuple):
+class AskedTokens(msgspec.Struct, frozen=True, tag=True):
     """The step asks for what follows these tokens."""
 
     call: CallNumber
@@ -41,20 +41,20 @@ class AskedTokens(NamedTuple):
     aside: bool
 
 
-class Withdrawn(NamedTuple):
+class Withdrawn(msgspec.Struct, frozen=True, tag=True):
     """It does not wait for the answer any more."""
 
     call: CallNumber
 
 
-class AskedTool(NamedTuple):
+class AskedTool(msgspec.Struct, frozen=True, tag=True):
     """The step is to ask a tool, unless that has answered before."""
 
     call: CallNumber
     digest: int
 
 
-class ToolAnswered(NamedTuple):
+class ToolAnswered(msgspec.Struct, frozen=True, tag=True):
     """A tool has answered."""
 
     call: CallNumber
@@ -75,11 +75,12 @@ class Raised(NamedTuple):
 
 
 Event = AskedTokens | Withdrawn | AskedTool | ToolAnswered | Returned | Raised
+Hear = Callable[["Attempt", Event], None]
 Future = asyncio.Future[Any] | futures.Future[Any]
 MOST_ANSWER_BYTES = 16 << 10
 """Of one answer of a tool (`ctx.once`)."""
 _VALUES = (bool, float, str, bytes, type(None))
-ATTEMPT: ContextVar[Attempt] = ContextVar("attempt")
+ATTEMPT: ContextVar[LocalAttempt] = ContextVar("attempt")
 """Whose code runs."""
 
 
@@ -89,6 +90,7 @@ class RequestRefused(ValueError):
     def __init__(self, did: str, more: str) -> None:
         super().__init__(f"{did}{more}")
         self.did = did
+        self.more = more
 
 
 class ContextFull(RequestRefused):
@@ -111,11 +113,39 @@ def in_order(news: tuple[Attempt, Event]) -> tuple[SampleKey, int, int, CallNumb
     return attempt.key, attempt.number, 2, ()
 
 
-class Attempt:
-    """An attempt, numbered from 1. `function` is the step for its episode, given what to ask by; `hear` is called with
-    what it does, by any thread. `first`: the number of its first call, as many as earlier attempts have had.
+class Attempt(Protocol):
+    """An attempt, numbered from 1, wherever it runs. `begin`, `answer`, `refuse` and `close` are posted to the loop."""
 
-    `begin`, `answer`, `refuse` and `close` are called on the loop.
+    episode: Episode
+    key: SampleKey
+    blocking: bool
+    """The step is a plain function, in a thread."""
+    number: int
+
+    @property
+    def calls(self) -> int:
+        """How many numbers it and earlier attempts have used."""
+
+    @property
+    def place(self) -> str:
+        """The line at which a task waits, in the innermost coroutine of the step's file; "" for what is in a thread."""
+
+    def begin(self) -> None:
+        """Begin the step."""
+
+    def answer(self, call: CallNumber, found: Completion | bytes) -> None:
+        """Go on with what the model has written, or with what a tool has answered before, b"" if it has not."""
+
+    def refuse(self, call: CallNumber, error: RequestRefused) -> None:
+        """Raise this where the step waits for the call."""
+
+    def close(self) -> None:
+        """End it: `CancelledError` is raised where it waits, and where it asks again."""
+
+
+class LocalAttempt:
+    """An attempt of this process. `function` is the step for its episode, given what to ask by; `hear` is called with
+    what it does, by any thread. `first`: the number of its first call, as many as earlier attempts have had.
     """
 
     def __init__(
@@ -125,7 +155,7 @@ class Attempt:
         *,
         blocking: bool,
         loop: EpisodeLoop,
-        hear: Callable[[Attempt, Event], None],
+        hear: Hear,
         number: int = 1,
         first: int = 0,
     ) -> None:
@@ -146,12 +176,17 @@ class Attempt:
 
     @property
     def calls(self) -> int:
-        """How many numbers it and earlier attempts have used."""
+        """As of any attempt."""
         return self._numbers.next
 
     @property
+    def waits(self) -> bool:
+        """Tell whether it waits for tokens, or for what is recorded."""
+        return bool(self._open)
+
+    @property
     def place(self) -> str:
-        """The line at which a task waits, in the innermost coroutine of the step's file; "" for what is in a thread."""
+        """As of any attempt."""
         places = list[tuple[str, int]]()
         waiting: object = None if self._task is None else self._task.get_coro()
         while isinstance(waiting, CoroutineType) and waiting.cr_frame is not None:
@@ -160,7 +195,7 @@ class Attempt:
         return innermost([(file, line) for file, line in places if not file.startswith(_HERE)])
 
     def begin(self) -> None:
-        """Begin the step."""
+        """As any attempt does."""
         if self._over:
             return
         context = copy_context()
@@ -174,13 +209,13 @@ class Attempt:
             self._loop.keep(self._task)
 
     def answer(self, call: CallNumber, found: Completion | bytes) -> None:
-        """Go on with what the model has written, or with what a tool has answered before, b"" if it has not."""
+        """As any attempt does."""
         future = self._open.pop(call, None)
         if future is not None and not future.done():
             future.set_result(found)
 
-    def refuse(self, call: CallNumber, error: BaseException) -> None:
-        """Raise this where the step waits for the call."""
+    def refuse(self, call: CallNumber, error: RequestRefused) -> None:
+        """As any attempt does."""
         future = self._open.pop(call, None)
         if future is not None and not future.done():
             future.set_exception(error)
@@ -188,7 +223,7 @@ class Attempt:
             future.exception()
 
     def close(self) -> None:
-        """End it: `CancelledError` is raised where it waits, and where it asks again."""
+        """As any attempt does."""
         self._is_over()
         if self._task is not None:
             self._task.cancel()
@@ -264,7 +299,7 @@ class Attempt:
         self._hear(self, asked)
 
     def _note(self, asked: AskedTool, answer: bytes) -> bytes:
-        self._hear(self, ToolAnswered(*asked, answer))
+        self._hear(self, ToolAnswered(asked.call, asked.digest, answer))
         return answer
 
     async def _on_loop(self) -> None:

@@ -209,14 +209,30 @@ class ServingClock:
         return True
 
 
+class SettlePatience:
+    """How long the thread of an engine waits for episodes: `settle_s` each time, and some more in all."""
+
+    def __init__(self, settle_s: float) -> None:
+        self._settle_s = settle_s
+        self._left_s = PATIENCE_S
+        self._waited_at = time.monotonic()
+
+    def wait(self, changed: threading.Condition, settled: Callable[[], bool]) -> bool:
+        """Wait until they have settled, with the condition held; returns whether they have."""
+        began = time.monotonic()
+        self._left_s = min(PATIENCE_S, self._left_s + (began - self._waited_at) * REGAINED)
+        found = changed.wait_for(settled, self._settle_s + self._left_s)
+        self._waited_at = time.monotonic()
+        self._left_s -= max(0.0, self._waited_at - began - self._settle_s)
+        return found
+
+
 class EpisodeLoop:
     """The loop of one worker. Its thread starts with the first post. `settle_s`: how long `settle` waits, but for some
     patience; `crowded` is called once, with how it is, if too many threads are busy with what nobody waits for."""
 
     def __init__(self, settle_s: float = ALONE_S, crowded: Callable[[str], None] = lambda why: None) -> None:
-        self._settle_s = settle_s
-        self._patience_s = PATIENCE_S
-        self._settled_at = time.monotonic()
+        self._patience = SettlePatience(settle_s)
         self._crowded: Callable[[str], None] | None = crowded
         self._quiet = threading.Condition()
         self._posted = self._run = self._settled = 0
@@ -256,18 +272,9 @@ class EpisodeLoop:
     def settle(self) -> None:
         """Wait until all that was posted has had its effect: no task can go on, and no thread that was posted to has
         failed to ask for something. Gives up after a moment: some tool may compute."""
-        began = time.monotonic()
-        self._patience_s = min(PATIENCE_S, self._patience_s + (began - self._settled_at) * REGAINED)
-        until = began + self._settle_s + self._patience_s
         with self._quiet:
-            while self._settled < self._posted or self._moving:
-                left = until - time.monotonic()
-                if left <= 0:
-                    self._moving.clear()
-                    break
-                self._quiet.wait(left)
-        self._settled_at = time.monotonic()
-        self._patience_s -= max(0.0, self._settled_at - began - self._settle_s)
+            if not self._patience.wait(self._quiet, lambda: self._settled >= self._posted and not self._moving):
+                self._moving.clear()
 
     def blocked(self) -> str:
         """Where a coroutine holds up all others now, `file:line`; "" where none does. To be called again and again."""

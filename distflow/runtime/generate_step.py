@@ -15,6 +15,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import isfinite, nan
 from numbers import Real
 from typing import Any, NamedTuple, Protocol
@@ -35,10 +36,11 @@ from distflow.flow.step import (
     response_tokens,
     sample_tokens,
 )
-from distflow.runtime.attempt import Attempt, ContextFull
-from distflow.runtime.episode_errors import EpisodeErrors, EpisodeFailed
+from distflow.runtime.attempt import Attempt, ContextFull, Hear, LocalAttempt
 from distflow.runtime.episode_loop import CLEANUP_S, EpisodeLoop
+from distflow.runtime.episode_process import EpisodeProcess
 from distflow.runtime.protocols import Tokenizer
+from distflow.runtime.sample_errors import EpisodeErrors, EpisodeFailed
 from distflow.types import (
     DROP_REASON,
     FINISH_REASONS,
@@ -128,7 +130,7 @@ class GenerateStep:
         failed: Callable[[BaseException, Episode], Exception],
         errors: EpisodeErrors,
         sampling: Mapping[LeaseKind, GivenSampling],
-        loop: EpisodeLoop,
+        loop: EpisodeLoop | EpisodeProcess,
         *,
         blocking: bool = False,
     ) -> None:
@@ -144,6 +146,13 @@ class GenerateStep:
         self.failed = failed
         self.loop = loop
         self.blocking = blocking
+
+    def attempt(self, episode: Episode, hear: Hear, *, number: int = 1, first: int = 0) -> Attempt:
+        """Make an attempt at a sample, which is to be begun. `hear` gets what it does, by any thread."""
+        if isinstance(self.loop, EpisodeProcess):
+            return self.loop.attempt(self.plan.name, episode, hear, number=number, first=first)
+        begin, blocking = partial(self.begin, episode), self.blocking
+        return LocalAttempt(episode, begin, blocking=blocking, loop=self.loop, hear=hear, number=number, first=first)
 
     def blocks(self, place: str) -> str:
         """Say that a coroutine holds up the others, and what to do."""

@@ -21,12 +21,10 @@ from distflow import log
 from distflow.comm.addresses import ensure_socket_dir, leave_socket_dir
 from distflow.comm.processes import name_process
 from distflow.errors import DeviceFault, DistflowError, RunStopped, StepError, TermEnded, UserError, device_fault
-from distflow.flow.document import WorkerDocument, read_worker_document
+from distflow.flow.document import read_worker_document
 from distflow.flow.file_import import scope_in
-from distflow.flow.planner import make_plan
 from distflow.flow.script import render_script
-from distflow.runtime.assembly import Setting
-from distflow.runtime.checkpoint.parts import CheckpointReader
+from distflow.runtime.assembly import Setting, read_setting
 from distflow.runtime.disk import FAILURE_ROOM, replace_file, spare_output, write_last
 from distflow.runtime.process_record import arm
 from distflow.runtime.session import Session
@@ -66,7 +64,7 @@ def run_worker(document: Path, incarnation: int) -> int:
     name_process(f"distflow {run_dir.name} {found.worker}")
     log.logger(__name__).info("executed by %s, Python %s", sys.executable, platform.python_version())
     try:
-        setting = _setting(found)
+        setting = read_setting(found, document)
         torch.set_num_threads(setting.me.threads)
         sys.setswitchinterval(SWITCH_S)
         script = _compile(setting, document)
@@ -96,17 +94,6 @@ def run_by_hand(document: Path, incarnation: int) -> int:
         return run_worker(document, incarnation)
     finally:
         leave_socket_dir(Path(found.run_dir), found.host)
-
-
-def _setting(document: WorkerDocument) -> Setting:
-    plan = make_plan(document.recipe, spanning=document.members is not None)
-    me = plan.worker(WorkerName.parse(document.worker))
-    resumed = None
-    # Only training workers are part of a checkpoint; the others start afresh.
-    if document.resume is not None and document.worker in (document.members or plan.members):
-        # Every byte of it is read later, when the others can see that this takes time.
-        resumed = CheckpointReader(Path(document.resume), me.name.file_stem, unread=True)
-    return Setting(document, plan.recipe, plan, me, Path(document.run_dir), resumed)
 
 
 def _compile(setting: Setting, document: Path) -> Callable[[Worker], None]:

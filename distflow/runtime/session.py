@@ -26,12 +26,14 @@ from distflow.runtime.assembly import (
     build_tokenizer,
     build_trace,
     join_models,
+    start_episodes,
     start_trackers,
 )
 from distflow.runtime.calls import Asking, Calls
 from distflow.runtime.checkpoint.policy import CheckpointReports
 from distflow.runtime.disk import Disk
 from distflow.runtime.episode_loop import SETTLE_S, EpisodeLoop
+from distflow.runtime.episode_process import EpisodeProcess
 from distflow.runtime.further_generating import FurtherGenerating, build_further
 from distflow.runtime.further_training import FurtherTraining
 from distflow.runtime.generating import Generating, OffloadedModels, Turns
@@ -99,7 +101,7 @@ class Session:
         self._validation: Validation | None = None
         self._generating: Generating | None = None
         self._serving: Answering | None = None
-        self._episodes = EpisodeLoop(SETTLE_S, self._begin_again)
+        self._episodes: EpisodeLoop | EpisodeProcess = EpisodeLoop(SETTLE_S, self._begin_again)
         self._trackers = start_trackers(setting, self._metrics.add)
         self._settled = self._terminated = False
         self._on_sigterm = signal.getsignal(signal.SIGTERM)
@@ -210,6 +212,9 @@ class Session:
             # Without it, PyTorch refuses matrix products on a GPU.
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         tokenizer = build_tokenizer(setting)
+        if setting.me.generates and setting.me.environments == "process":
+            # It imports the steps while models are loaded here.
+            self._episodes = start_episodes(setting, self._metrics, self._now, self._begin_again)
         owned, outbound = self._register(tokenizer)
         # The worker answers messages from here on; models may take minutes to load.
         self._node.start()
@@ -290,6 +295,10 @@ class Session:
         """Raise what ends a wait inside the engine. A worker that trains stops only where all replicas do."""
         (self._board.raise_if_over if self._training is None else self._board.raise_fault)()
 
+    def _now(self, step: str) -> tuple[int, int]:
+        """The training step and the version that a generate step samples for."""
+        return self._contexts[step].training_step, self._contexts[step].policy_version
+
     def _drain(self, message: Message) -> None:
         if not self._leave_early():
             log.warning("drain request ignored: %s is a training worker and cannot be drained", self._name)
@@ -315,7 +324,11 @@ class Session:
         self._on_terminate(signal.SIGTERM, None)
 
     def _meet(self) -> None:
-        """Wait for peers: a training worker for all replicas and one generating worker, others for all owners."""
+        """Wait for the process of its episodes, if it has one, and for peers: a training worker for all replicas and
+        one generating worker, others for all owners."""
+        if isinstance(self._episodes, EpisodeProcess):
+            with self._board.shown("the process of its episodes", ()):
+                self._episodes.await_start()
         membership = self._node.membership
         if not membership.peers:
             return

@@ -41,11 +41,12 @@ from distflow.flow.resolve import resolve
 from distflow.flow.step import ATTRIBUTE, of_runtime
 from distflow.log import logger
 from distflow.runtime.attempt import ATTEMPT, RequestRefused
-from distflow.runtime.episode_errors import EpisodeErrors, EpisodeFailed, ErrorPolicy
 from distflow.runtime.episode_loop import ALONE, EpisodeLoop, SetupFailed, StepSetup, innermost
+from distflow.runtime.episode_process import EpisodeProcess
 from distflow.runtime.generate_step import GenerateStep, GivenSampling
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.protocols import Backend, Engine, Tokenizer, packs
+from distflow.runtime.sample_errors import EpisodeErrors, EpisodeFailed, ErrorPolicy
 from distflow.runtime.trace_writer import spanned
 from distflow.types import (
     A_TOKEN,
@@ -197,6 +198,34 @@ class StepContext:
             yield
 
 
+class EpisodeContext(StepContext):
+    """The context of a generate step in the process of its episodes: what the worker has is not there."""
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """Raises UserError."""
+        raise self._elsewhere("state")
+
+    @state.setter
+    def state(self, value: dict[str, Any]) -> None:
+        """There is none."""
+
+    @property
+    def engine(self) -> Engine | None:
+        """Raises UserError."""
+        raise self._elsewhere("engine")
+
+    @engine.setter
+    def engine(self, value: Engine | None) -> None:
+        """There is none."""
+
+    def _elsewhere(self, what: str) -> UserError:
+        return UserError(
+            f"ctx.{what}: the episodes of step {self.step_name!r} run in a process of their own, and the worker that "
+            f"has it is another one — layout.pools.{self.worker.split('/')[0]}.environments=thread"
+        )
+
+
 class ServedContext(StepContext):
     """The context of a step that runs for other workers: nothing may be kept between two calls."""
 
@@ -226,7 +255,7 @@ class StepRunner:
         steps: Sequence[StepPlan],
         contexts: Mapping[str, StepContext],
         of_validation: MetricStore | None = None,
-        loop: EpisodeLoop | None = None,
+        loop: EpisodeLoop | EpisodeProcess | None = None,
     ) -> None:
         self._worker = worker
         self._plans = {step.name: step.as_it_sees() for step in steps}
@@ -296,7 +325,7 @@ class StepRunner:
         errors = EpisodeErrors(plan.name, policies, lambda: context.tally, context.metrics)
 
         def failed(error: BaseException, episode: Episode) -> Exception:
-            if isinstance(error, SetupFailed):
+            if isinstance(error, SetupFailed | EpisodeFailed):
                 return error
             if isinstance(error, RequestRefused):
                 return EpisodeFailed(f"{self._where(plan)} {error}", error.did, error.did.split()[0], _place(error))
@@ -316,7 +345,7 @@ class StepRunner:
         """The call of a generate step for an episode, once what its episodes share is there."""
         function, context, loop = self._functions[plan.name], self._contexts[plan.name], self._loop
         make = getattr(function, ATTRIBUTE).setup
-        if make is None:
+        if make is None or isinstance(loop, EpisodeProcess):
             return begin
         what = f"the setup of {self._where(plan)}"
         failed = lambda error: str(step_error(error, f"{what} raised {type(error).__name__}"))  # noqa: E731

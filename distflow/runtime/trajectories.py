@@ -15,7 +15,7 @@ samples of a group become rows of a batch together. Samples that another worker 
 written there answers the same calls, if they ask for the same, and the engine continues what was not answered. At the
 first call that asks for something else the rest is thrown away: the model has not seen what it would follow.
 
-Where the step fails on a sample, its settings say what becomes of it (`episode_errors.py`): it is begun anew, with
+Where the step fails on a sample, its settings say what becomes of it (`sample_errors.py`): it is begun anew, with
 other random numbers and without what it had, or it is finished as it is. What other workers are told of one that was
 begun anew are its versions alone: its tokens replace others, which an owner may have already.
 
@@ -54,8 +54,6 @@ from distflow.runtime.attempt import (
     in_order,
     is_full,
 )
-from distflow.runtime.engine_numbers import BAD_LOGPROBS, EngineNumbers, complaint, sound
-from distflow.runtime.episode_errors import EpisodeFailed, Fate
 from distflow.runtime.episode_loop import ServingClock
 from distflow.runtime.generate_step import (
     AnsweredCall,
@@ -72,6 +70,7 @@ from distflow.runtime.generate_step import (
 )
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.protocols import Engine, Tokenizer
+from distflow.runtime.sample_errors import BAD_LOGPROBS, EngineNumbers, EpisodeFailed, Fate, complaint, sound
 from distflow.types import (
     BegunSample,
     CallNumber,
@@ -184,11 +183,7 @@ class Trajectories:
     ) -> Trajectory:
         """A sample that the step is begun for, again `after` an attempt that has failed."""
         number, first = (1, 0) if after is None else (after.number + 1, after.calls)
-        step = self.step
-        begin = partial(step.begin, episode)
-        attempt = Attempt(
-            episode, begin, blocking=step.blocking, loop=self._loop, hear=self._hear, number=number, first=first
-        )
+        attempt = self.step.attempt(episode, self._hear, number=number, first=first)
         sample = Trajectory(attempt.key, origin, episode, attempt, had, [TokenSequence(origin.prompt_ids)])
         if not first:
             sample.streams[()] = [RandomStream((), len(origin.prompt_ids), origin.prompt_ids)]
@@ -461,10 +456,10 @@ class Trajectories:
 
     def _recall(self, sample: Trajectory, asked: AskedTool) -> None:
         """Give a step what a tool answered at another worker, or let it ask."""
-        recorded = self._recorded(sample, *asked)
+        recorded = self._recorded(sample, asked.call, asked.digest)
         answer = b"" if recorded is None else recorded.answer
         if answer:
-            self._take_down(sample.attempt, ToolAnswered(*asked, answer))
+            self._take_down(sample.attempt, ToolAnswered(asked.call, asked.digest, answer))
         self._post(sample.attempt, partial(sample.attempt.answer, asked.call, answer))
 
     def _refuse(self, request: SampleRequest, error: RequestRefused) -> None:

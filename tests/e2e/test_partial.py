@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from distflow.data.randomness import uniforms
@@ -115,15 +116,21 @@ def test_the_turns_of_a_killed_rollout_are_replayed_on_another(launch: Launch) -
     assert run.leftovers() == []
 
 
-def test_what_a_tool_has_done_for_a_killed_rollout_is_not_done_again(launch: Launch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", [pytest.param("thread", marks=pytest.mark.long), "process"])
+def test_what_a_tool_has_done_for_a_killed_rollout_is_not_done_again(
+    launch: Launch, tmp_path: Path, where: str
+) -> None:
     """Every second sample of it is in its second turn, and the tool has answered it, another answer each time; the
     others still wait for theirs."""
     step = f"flow.steps.sample.call={Path(buying_turns.__file__)}:buy"
-    room = "layout.pools.rollout.episodes=32"
-    own = (step, f"flow.steps.sample.with.shop={tmp_path}", room, "layout.hedging=false")
-    run = slow_run(launch, 2, *own, tokens=TOKENS - FIRST)
+    room = ("layout.pools.rollout.episodes=32", f"layout.pools.rollout.environments={where}")
+    shop = f"flow.steps.sample.with.shop={tmp_path}"
+    run = slow_run(launch, 2, step, shop, *room, "layout.hedging=false", tokens=TOKENS - FIRST)
     run.until(generating(run), "first contact")
+    own = run.pids_of("rollout/1 episodes keeper")
+    assert len(own) == (where == "process")
     end_in_the_middle(run, "rollout/1", signal.SIGKILL, of=["rollout/1"], tokens=75)
+    run.until(lambda: not any(map(psutil.pid_exists, own)), "the end of its episodes")
     (tmp_path / "open").touch()
     assert run.wait() == 0, run.output
     assert total(run, "rollout/continued_samples") >= SAMPLES
@@ -133,6 +140,7 @@ def test_what_a_tool_has_done_for_a_killed_rollout_is_not_done_again(launch: Lau
     answers = {(position, sample): answer for position, sample, answer in orders}
     assert len(answers) == len(orders), "ordered twice"
     check_turns(run, 2, answers)
+    assert run.leftovers() == []
 
 
 def test_samples_begin_anew_where_their_environment_cannot_be_replayed(launch: Launch, tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ import torch
 
 from distflow.errors import WorkerFailed
 from distflow.exchange.messages import Lease
-from distflow.runtime.engine_numbers import EngineNumbers, complaint, sound
 from distflow.runtime.generate_step import SampleLimits
 from distflow.runtime.metrics import MetricStore
+from distflow.runtime.sample_errors import EngineNumbers, complaint, sound
 from distflow.runtime.trajectories import Trajectories
 from distflow.testing.fakes import FakeEngine
 from distflow.types import VALIDATION, FinishedSample, LeaseKind, SampleOutput, Span, Uid, Version

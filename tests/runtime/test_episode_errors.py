@@ -17,9 +17,9 @@ from distflow.errors import StepError, UserError
 from distflow.exchange.tally import Tally
 from distflow.flow.plan import StepPlan
 from distflow.flow.step import GENERATED, SEQUENCES
-from distflow.runtime.episode_errors import EpisodeErrors, EpisodeFailed, ErrorPolicy
 from distflow.runtime.generate_step import SampleLimits
 from distflow.runtime.metrics import MetricStore
+from distflow.runtime.sample_errors import EpisodeErrors, EpisodeFailed, ErrorPolicy
 from distflow.runtime.steps import StepContext, StepRunner
 from distflow.runtime.trajectories import Trajectories
 from distflow.testing.engine_harness import run_until_done

@@ -248,7 +248,7 @@ def begun(step: GenerateStep) -> tuple[Attempt, list[Event]]:
     """An attempt that has come to its first request, and what it has done."""
     heard: list[Event] = []
     hear: Callable[[Attempt, Event], None] = lambda _, event: heard.append(event)  # noqa: E731
-    attempt = Attempt(EPISODE, partial(step.begin, EPISODE), blocking=step.blocking, loop=step.loop, hear=hear)
+    attempt = step.attempt(EPISODE, hear)
     step.loop.post([attempt.begin])
     step.loop.settle()
     return attempt, heard

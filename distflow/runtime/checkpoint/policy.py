@@ -33,10 +33,10 @@ from distflow.exchange.owner import OwnerCore
 from distflow.runtime.checkpoint.format import Shard
 from distflow.runtime.checkpoint.parts import DIFFICULTY, HOME, LEDGER, CheckpointWriter, ModelFolders
 from distflow.runtime.checkpoint.writer_thread import CheckpointThread, Flight, Parts, mean_of
-from distflow.runtime.groups import MemberGroup
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.node import SAY_EVERY_S, Node, agent_of
 from distflow.runtime.protocols import Backend
+from distflow.runtime.replicas import MemberGroup
 from distflow.runtime.steps import StepContext
 from distflow.runtime.waits import WaitBoard
 from distflow.types import Version, is_validated

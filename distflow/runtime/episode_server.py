@@ -1,0 +1,312 @@
+"""The process in which the episodes of a worker run: the other end of `episode_process.py`.
+
+It reads the worker's document, and imports the steps as the worker does. One thread hears the worker, posts to the loop
+and says when that has settled; what episodes do is told by whichever thread does it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import threading
+import time
+from asyncio import CancelledError
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import torch
+
+from distflow import log
+from distflow.errors import UserError
+from distflow.flow.document import read_worker_document
+from distflow.runtime.assembly import build_contexts, build_tokenizer, read_setting
+from distflow.runtime.attempt import (
+    Attempt,
+    ContextFull,
+    Event,
+    Hear,
+    LocalAttempt,
+    Raised,
+    RequestRefused,
+    Returned,
+    is_full,
+)
+from distflow.runtime.episode_loop import SETTLE_S, EpisodeLoop
+from distflow.runtime.episode_process import (
+    CHUNK,
+    FROM_WORKER,
+    STUCK_S,
+    AttemptEnded,
+    AttemptTold,
+    BeginAttempt,
+    GiveRecorded,
+    GiveTokens,
+    LoopCall,
+    LoopPost,
+    LoopSeen,
+    PostSettled,
+    ProcessReady,
+    ProcessUnfit,
+    RefuseCall,
+    StepFault,
+    StepMeasured,
+    ThreadsCrowded,
+    decoded,
+    frame,
+    frames,
+)
+from distflow.runtime.metrics import MetricStore
+from distflow.runtime.sample_errors import EpisodeFailed
+from distflow.runtime.steps import EpisodeContext, StepRunner
+from distflow.types import Completion, Episode
+
+LOOK_EVERY_S = 0.25
+"""So often it tells what its episodes wait for."""
+
+
+def run_episodes(document: str, reports: str) -> int:
+    """Run the episodes of the worker that `document` describes, in a process of their own; returns its exit code.
+
+    The worker posts through standard input, and reads what is told from the pipe `reports`.
+    """
+    return serve_episodes(int(reports), partial(_episode_server, Path(document)))
+
+
+def serve_episodes(reports: int, make: Callable[[WorkerPipe], EpisodeServer]) -> int:
+    """Make the server of a process of episodes, and serve; returns the exit code."""
+    source = os.dup(0)
+    # What users' code reads is not what the worker posts.
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    # Slurm may send it to all processes of a job, and the worker decides when this one ends. Unlike one that is
+    # ignored, a signal that is handled is as usual in the programs that tools start.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: None)
+    pipe = WorkerPipe(source, reports)
+    try:
+        server = make(pipe)
+    except Exception as error:
+        # The top of a process: the worker, which has done all of this before, says it in the place of this one.
+        pipe.tell(ProcessUnfit(f"the process of the episodes could not begin: {type(error).__name__}: {error}"))
+        raise
+    server.serve()
+    return 0
+
+
+def _episode_server(path: Path, pipe: WorkerPipe) -> EpisodeServer:
+    found = read_worker_document(path)
+    log.configure(found.worker)
+    setting = replace(read_setting(found, path), resumed=None)
+    torch.set_num_threads(setting.me.threads)
+    metrics = ToldMetrics(pipe.tell)
+    contexts = build_contexts(setting, metrics, {}, {}, build_tokenizer(setting), EpisodeContext)
+    loop = EpisodeLoop(SETTLE_S, lambda why: pipe.tell(ThreadsCrowded(why)))
+    made = [step for step in setting.me.steps if step.role == "generate"]
+    steps = StepRunner(found.worker, made, contexts, loop=loop)
+    of_validation = None if setting.plan.val is None else setting.plan.val.settings
+
+    def now(training_step: int, policy_version: int) -> None:
+        for context in contexts.values():
+            context.training_step, context.policy_version = training_step, policy_version
+
+    return EpisodeServer(pipe, {step.name: steps.generate_step(step.name, of_validation) for step in made}, loop, now)
+
+
+class HostedStep(Protocol):
+    """What is asked of a generate step here."""
+
+    def attempt(self, episode: Episode, hear: Hear, *, number: int = 1, first: int = 0) -> Attempt:
+        """Make an attempt at a sample."""
+
+    def failed(self, error: BaseException, episode: Episode, /) -> Exception:
+        """What to raise of what the step has raised."""
+
+    def returned(self, value: object) -> Mapping[str, float]:
+        """Take what it returned; raises EpisodeFailed."""
+
+
+class ToldMetrics(MetricStore):
+    """The metrics of the worker, as a step in this process knows them: what it measures is told."""
+
+    def __init__(self, tell: Callable[[StepMeasured], None]) -> None:
+        super().__init__()
+        self._tell = tell
+
+    def mean(self, name: str, value: float, weight: float = 1.0) -> None:
+        """Add `value` with `weight` to a mean."""
+        self._tell(StepMeasured("mean", name, [value, weight]))
+
+    def explained(self, name: str, sums: tuple[float, float, float, float, float]) -> None:
+        """Add to an explained variance."""
+        self._tell(StepMeasured("explained", name, [sums]))
+
+    def max(self, name: str, value: float) -> None:
+        """Keep the largest."""
+        self._tell(StepMeasured("max", name, [value]))
+
+    def min(self, name: str, value: float) -> None:
+        """Keep the smallest."""
+        self._tell(StepMeasured("min", name, [value]))
+
+    def add(self, name: str, value: float) -> None:
+        """Add to a sum."""
+        self._tell(StepMeasured("add", name, [value]))
+
+    def set(self, name: str, value: float) -> None:
+        """Set a value."""
+        self._tell(StepMeasured("set", name, [value]))
+
+
+class WorkerPipe:
+    """The pipes to and from the worker."""
+
+    def __init__(self, source: int, into: int) -> None:
+        self._source = source
+        self._into = into
+        self._mutex = threading.Lock()
+        self._received = bytearray()
+        self._poll = select.poll()
+        self._poll.register(source, select.POLLIN)
+
+    def tell(self, message: msgspec.Struct) -> None:
+        """Tell the worker something; any thread may."""
+        data = memoryview(frame(message))
+        with self._mutex:
+            while data:
+                try:
+                    data = data[os.write(self._into, data) :]
+                except BlockingIOError:
+                    select.select([], [self._into], [], STUCK_S)
+
+    def posts(self, limit_s: float) -> Sequence[LoopPost] | None:
+        """What the worker has posted, after so long at most; None: there is nothing more to come."""
+        if not self._poll.poll(limit_s * 1000):
+            return []
+        data = os.read(self._source, CHUNK)
+        self._received += data
+        return [FROM_WORKER.decode(one) for one in frames(self._received)] if data else None
+
+
+class EpisodeServer:
+    """Runs the episodes of a worker in this process, whose main thread calls `serve`. `now` is told the training step
+    and the version before episodes go on."""
+
+    def __init__(
+        self, pipe: WorkerPipe, steps: Mapping[str, HostedStep], loop: EpisodeLoop, now: Callable[[int, int], None]
+    ) -> None:
+        self._pipe = pipe
+        self._steps = steps
+        self._loop = loop
+        self._now = now
+        self._attempts: dict[int, Attempt] = {}
+        self._episodes = 0
+        self._look_at = 0.0
+        self._seen = LoopSeen("", [], {})
+        self._places: dict[int, str] = {}
+
+    def serve(self) -> None:
+        """Run what is posted, until nothing more comes."""
+        self._pipe.tell(ProcessReady())
+        while (posts := self._pipe.posts(LOOK_EVERY_S)) is not None:
+            for post in posts:
+                self._take(post)
+            if time.monotonic() >= self._look_at:
+                self._look()
+                self._look_at = time.monotonic() + LOOK_EVERY_S
+        self._loop.close()
+
+    def _take(self, post: LoopPost) -> None:
+        self._now(post.training_step, post.policy_version)
+        self._loop.count(post.episodes - self._episodes)
+        self._episodes = post.episodes
+        calls = [call for one in post.calls if (call := self._call(one)) is not None]
+        self._loop.post(calls, [self._attempts[number] for number in post.moving if number in self._attempts])
+        self._loop.settle()
+        self._pipe.tell(PostSettled(post.number))
+
+    def _call(self, told: LoopCall) -> Callable[[], None] | None:
+        """What is to run on the loop; None: its attempt has ended."""
+        if isinstance(told, BeginAttempt):
+            step = self._steps[told.step]
+            about = (told.prompt_ids, decoded(told.prompt), json.loads(told.task))
+            episode = Episode(told.uid, told.sample, *about)
+            hear = partial(self._hear, told.attempt, step)
+            attempt = step.attempt(episode, hear, number=told.number, first=told.first)
+            self._attempts[told.attempt] = attempt
+            return attempt.begin
+        if told.attempt not in self._attempts:
+            return None
+        attempt = self._attempts[told.attempt]
+        if isinstance(told, GiveTokens):
+            episode = attempt.episode
+            written = (decoded(told.response), episode.task, told.finish_reason, told.response_ids)
+            found = Completion(episode.prompt, *written)
+            return partial(attempt.answer, told.call, found)
+        if isinstance(told, GiveRecorded):
+            return partial(attempt.answer, told.call, told.answer)
+        if isinstance(told, RefuseCall):
+            error = (ContextFull if told.full else RequestRefused)(told.did, told.more)
+            return partial(attempt.refuse, told.call, error)
+        del self._attempts[told.attempt]
+        return attempt.close
+
+    def _hear(self, number: int, step: HostedStep, attempt: Attempt, event: Event) -> None:
+        """Tell what an attempt has done; by the loop's thread, or that of the attempt."""
+        if not isinstance(event, Returned | Raised):
+            self._pipe.tell(AttemptTold(number, event))
+            return
+        self._attempts.pop(number, None)
+        fields: dict[str, float] = {}
+        error = event.error if isinstance(event, Raised) else None
+        if isinstance(event, Returned):
+            try:
+                fields = {name: float(value) for name, value in step.returned(event.value).items()}
+            except EpisodeFailed as failed:
+                error = failed
+        fault = None if error is None else _fault(error, step, attempt.episode)
+        self._pipe.tell(AttemptEnded(number, attempt.calls, fields, fault))
+
+    def _look(self) -> None:
+        """Tell what has changed of what is waited for."""
+        waiting = [
+            (number, attempt)
+            for number, attempt in self._attempts.copy().items()
+            if isinstance(attempt, LocalAttempt) and not attempt.waits
+        ]
+        places = {number: attempt.place for number, attempt in waiting}
+        changed = {number: place for number, place in places.items() if self._places.get(number) != place}
+        seen = LoopSeen(self._loop.blocked(), self._loop.left_behind(), changed)
+        if changed or (seen.blocked, seen.left_behind) != (self._seen.blocked, self._seen.left_behind):
+            self._pipe.tell(seen)
+        self._places, self._seen = places, seen
+
+
+def _fault(error: BaseException, step: HostedStep, episode: Episode) -> StepFault:
+    """What the worker is to hear of what a step has raised."""
+    if isinstance(error, CancelledError):
+        return StepFault("cancelled", "")
+    if is_full(error):
+        full = _leaf(error)
+        return StepFault("full", full.did, full.more)
+    if isinstance(error, RequestRefused):
+        return StepFault("refused", error.did, error.more)
+    if isinstance(error, UserError):
+        return StepFault("settings", str(error))
+    found = step.failed(error, episode)
+    if isinstance(found, EpisodeFailed):
+        return StepFault("failed", str(found), found.reason, found.cause, found.place)
+    return StepFault("setup", str(found))
+
+
+def _leaf(error: BaseException) -> ContextFull:
+    """The first of the errors of branches, all of which say that there is no more room."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, ContextFull), "all of them say so"
+    return error
