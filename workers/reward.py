@@ -287,7 +287,7 @@ class _Tally:
         sample = f", sample {int(batch.dense('sample')[row])}" if "sample" in batch else ""
         return (
             f"{self.verdicts[row].message}\nreward function {self.function!r} in step {ctx.step_name!r} on "
-            f"{ctx.worker}, training step {ctx.training_step}{uid}{sample}"
+            f"{ctx.worker}, training step {ctx.training_step + 1}{uid}{sample}"
         )
 
 

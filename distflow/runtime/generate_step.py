@@ -184,6 +184,7 @@ class GenerateStep:
         given = {} if value is None else value
         if not isinstance(given, Mapping) or set(given) != set(expected):
             shown = sorted(map(str, given)) if isinstance(given, Mapping) else f"a {type(given).__name__}"
+            shown = "None" if value is None else shown
             wanted = f"a mapping with a number for each of {sorted(expected)}" if expected else "nothing"
             declared = "what its @step(writes=…) lists is what it returns for each sample"
             raise self.failure(f"returned {shown}", f"; expected {wanted}: {declared}")

@@ -13,7 +13,7 @@ WHY = {
     1: "OSError: no sandbox",
     2: "asks for what the engine cannot do",
     3: "TimeoutError: the tool is away",
-    4: "returned []",
+    4: "returned None",
 }
 
 

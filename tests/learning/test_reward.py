@@ -261,7 +261,7 @@ def test_stop_shows_the_users_frames_first(plugins: str, timeout_s: float | None
     text = str(caught.value)
     assert text.startswith(f'  File "{plugins}", line ')
     assert text.index("in picky") < text.index("in helper") < text.index("cannot stand this text")
-    assert text.index("cannot stand this text") < text.index("in step 'reward' on rollout/1, training step 3")
+    assert text.index("cannot stand this text") < text.index("in step 'reward' on rollout/1, training step 4")
     assert text.endswith("uid (epoch, prompt, position) (0, 9, 70), sample 1")
 
 

@@ -85,6 +85,8 @@ async def act(episode, generate, ctx, *, kind="away", fails=1, max_new_tokens=4,
         await generate((*prefix, 999), params)
     if fails and kind == "awaits":
         await Other()
+    if fails and kind in ("none", "number"):
+        return None if kind == "none" else 1.0
     if fails and kind in ("nan", "missing", "text", "huge", "mixed"):
         wrong = {"nan": float("nan"), "text": "one", "huge": 10**400}
         return {"missing": {"reward": 1.0}, "mixed": {1: 1.0, "a": 2.0}}.get(kind) or given | {"reward": wrong[kind]}
@@ -119,6 +121,8 @@ KINDS = {
     "awaits": "RuntimeError: Task got bad yield",
     "nan": "returned {'reward': nan}",
     "missing": "returned ['reward']",
+    "none": "returned None",
+    "number": "returned a float",
     "text": "returned {'reward': 'one'}",
     "huge": "returned {'reward': 1000",
     "mixed": "returned ['1', 'a']",

@@ -27,7 +27,7 @@ from distflow.workers.backends.torch_backend import TorchBackend
 
 NAME, MODEL, WORKER = "mine", "policy", "worker/0"
 _WHERE = re.compile(r"(^|\n)step 'mine' \(.*?\) on worker/0:? ?")
-_UIDS = re.compile(r", training step 0, with uids .* in hand$")
+_UIDS = re.compile(r", training step 1, with uids .* in hand$")
 
 
 class WatchedBackend(TorchBackend):
