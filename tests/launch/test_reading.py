@@ -309,6 +309,30 @@ def test_a_key_with_a_slash_at_its_end_is_all_below_it_in_the_steps_that_have_it
     assert len(capsys.readouterr().out.splitlines()) == 5
     assert distflow(["metrics", "--keys", "other/", *runs_dir(run)]) == 2
     assert "--keys other/: the run has no metric of this name" in capsys.readouterr().err
+    assert distflow(["metrics", "--keys", "mine", *runs_dir(run)]) == 2
+    assert "--keys mine: a group of metrics, not one — below it are mine/a, mine/deep/b; mine/ is" in (
+        capsys.readouterr().err
+    )
+    assert distflow(["metrics", "--keys", "mine/deep", *runs_dir(run)]) == 2
+    assert "below it are mine/deep/b; mine/deep/ is" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("form", "shown"), [("--json", '"mine/a": 0.5'), ("--csv", "4,0.5"), ("", "0.5")])
+def test_the_metrics_that_there_are_are_shown_beside_those_that_are_not(fake_run, capsys, form, shown):
+    run = fake_run({"trainer/0": {"steps": 4}})
+    run.run()
+    with (run.run_dir / "metrics" / "trainer-0.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 4, "term": 0, "mine/a": 0.5}) + "\n")
+    assert distflow(["metrics", "--keys", "mine/b,mine/a,nothing,mine", *filter(None, [form]), *runs_dir(run)]) == 2
+    out, err = capsys.readouterr()
+    assert shown in out
+    assert "--keys" not in out
+    assert [line.partition(" — ")[0] for line in err.splitlines()] == [
+        "--keys mine/b: the run has no metric of this name",
+        "--keys nothing: the run has no metric of this name",
+        "--keys mine: a group of metrics, not one",
+    ]
+    assert "did you mean mine/a?" in err.splitlines()[0]
 
 
 def test_status_tells_of_validation_and_of_the_best_checkpoint(fake_run, capsys):
