@@ -93,8 +93,8 @@ def command(runs: tuple[str, ...], output: Path | None, keys: str | None, runs_d
     every = [step for steps in found.values() for step in steps]
     if not every:
         raise UserError(f"{', '.join(found)}: no training step has been done yet — there is nothing to draw")
-    names, missing = ([], []) if keys is None else chosen_keys(keys, every)
-    wanted = _usual(every) if keys is None else [Panel(name, ((name, ""),)) for name in names]
+    asked, missing = ([], []) if keys is None else chosen_keys(keys, every)
+    wanted = _usual(every) if keys is None else [Panel(name, ((name, ""),)) for name in asked]
     constant = [] if keys is not None else [panel for panel in wanted if _is_dull(panel, every)]
     panels = [panel for panel in wanted if _drawn(panel, every) and panel not in constant]
     for panel in wanted:

@@ -12,8 +12,10 @@ import sys
 import threading
 
 import pytest
+import yaml
 
 from distflow.cluster.processes import Failure
+from distflow.config.load import load_recipe
 from distflow.launch.cli import run as distflow
 from distflow.launch.commands.export import best_step
 from distflow.launch.observe.run_summary import root_cause, summary
@@ -459,6 +461,32 @@ def test_rollouts_shows_the_sequences_of_a_sample_together(fake_run, capsys):
     ]
     assert distflow(["rollouts", "--limit", "1", "--json", *runs_dir(run)]) == 0
     assert [line["sequence"] for line in json.loads(capsys.readouterr().out)] == [0, 1]
+
+
+def test_rollouts_tells_the_model_from_its_environment(fake_run, capsys):
+    """By the versions of its tokens, whatever is trained on; of the tokenizer of the run: 2 to 11 are digits."""
+    run = fake_run({"trainer/0": {"steps": 1}})
+    run.run()
+    folder = run.run_dir / "rollouts" / "step_000017"
+    folder.mkdir()
+    turns = [(0, 3, 0, 1), (0, 3, 2, 3), (0, 4, 3, 4)]
+    lines = [
+        {**sample(0, 0, 1, 0.5), "sequence": 0, "response_ids": [3, 4, 5, 6, 12], "policy_versions": turns},
+        {**sample(0, 0, 1, 0.5), "sequence": 1, "response_ids": [3, 1], "policy_versions": [(0, 4, 0, 2)]},
+        {**sample(0, 1, 1, 0.5), "sequence": 0, "response_ids": [3, 1], "policy_versions": [(0, 4, 1, 2)]},
+    ]
+    (folder / "trainer-0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (run.run_dir / "recipe.yaml").write_text(yaml.safe_dump(load_recipe("quickstart").resolved))
+    assert distflow(["rollouts", *runs_dir(run)]) == 0
+    out = capsys.readouterr().out
+    assert "[in brackets]: what the model wrote" in out
+    shown = [line.split(None, 1)[1] for line in out.splitlines() if line.startswith("   response")]
+    assert shown == ["'[1]2[34]='", "'2'", "'1[<eos>]'"]
+    (run.run_dir / "recipe.yaml").unlink()
+    assert distflow(["rollouts", *runs_dir(run)]) == 0
+    out, err = capsys.readouterr()
+    assert "note: what the model wrote is not told apart" in err
+    assert "[" not in out
 
 
 @pytest.mark.parametrize("command", ["status", "logs", "metrics", "rollouts", "stop"])
