@@ -201,6 +201,8 @@ def test_zero_is_counted_too(plugins: str) -> None:
     assert batch.dense("reward").tolist() == [1, 0]
     assert "drop_reason" not in batch
     assert ctx.metrics.drain()["reward/errors"] == 1
+    good, bad = batch.texts("extra/reward_error")
+    assert (good, json.loads(bad)) == ("", "RuntimeError: cannot stand this text")
 
 
 @pytest.mark.parametrize("timeout_s", [None, 60.0])
