@@ -287,7 +287,7 @@ class _Tally:
         sample = f", sample {int(batch.dense('sample')[row])}" if "sample" in batch else ""
         return (
             f"{self.verdicts[row].message}\nreward function {self.function!r} in step {ctx.step_name!r} on "
-            f"{ctx.worker}, training step {ctx.training_step}{uid}{sample}"
+            f"{ctx.worker}, training step {ctx.training_step + 1}{uid}{sample}"
         )
 
 
@@ -304,8 +304,16 @@ def _columns(
     columns |= {f"{REWARD_PARTS}{name}": column(name, float("nan")) for name in sorted(judge.parts)}
     for name in sorted(judge.logged):
         columns[f"{LOGGED}{name}"] = Ragged.from_texts([verdict.logged.get(name, "") for verdict in verdicts])
+    if any(verdict.failure for verdict in verdicts):
+        columns[f"{LOGGED}reward_error"] = Ragged.from_texts([_error_of(verdict) for verdict in verdicts])
     reasons = {LEFT_OUT: [_NONE if verdict.unjudged else "" for verdict in verdicts]}
     if reasons_in is not None:
         failed = [f"{UNJUDGED}{verdict.failure}" if verdict.failure in failures else "" for verdict in verdicts]
         reasons[reasons_in] = list(map(add, reasons.get(reasons_in, repeat("")), failed))
     return columns | {name: Ragged.from_texts(texts) for name, texts in reasons.items() if any(texts)}
+
+
+def _error_of(verdict: Verdict) -> str:
+    """The last line of what a failed function said, as JSON text."""
+    lines = verdict.message.strip().splitlines()
+    return json.dumps(shortened(lines[-1] if lines else verdict.failure)) if verdict.failure else ""

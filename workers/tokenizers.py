@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -11,9 +12,15 @@ from typing import Any
 
 from distflow.config.paths import CHARS_PREFIX, without_hub
 from distflow.errors import UserError
+from distflow.log import logger
 
 PAD, EOS = "<pad>", "<eos>"
 PAD_ID, EOS_ID = 0, 1
+SHOWN, SHOWN_TEXT = 8, 200
+"""Characters that are named, and of a text that are shown, where a tokenizer loses some."""
+_ODD = "é字\n\x00"
+"""Characters of several bytes, and some that are seldom in a vocabulary."""
+log = logger(__name__)
 
 
 def build_tokenizer(model: Mapping[str, Any]) -> CharTokenizer | PretrainedTokenizer:
@@ -150,6 +157,8 @@ class PretrainedTokenizer:
         unknown = self.pretrained.unk_token_id
         self._added = {number: str(token.content) for number, token in added.items() if number != unknown}
         self._inner = _inner_encoder(self.pretrained, self._added)
+        self._lost = _lost_characters(self.pretrained, self._added)
+        """Says what leaves no token; None: nothing does, or it has been told."""
         self._one_at_a_time = threading.RLock()
 
     @property
@@ -167,8 +176,11 @@ class PretrainedTokenizer:
         With `begins` it is the beginning of a sequence: what the tokenizer puts there comes before it, once, also where
         the text, as of some chat templates, has it already. `behind`: the token before it. Behind an added token a text
         is written as the tokenizer does within a text that has both: some put a space there, and some take one away.
+
+        Warns once of characters that leave no token.
         """
         with self._one_at_a_time:
+            self._tell_lost(text)
             if begins:
                 ids = list(self.pretrained.encode(text, add_special_tokens=False))
                 return ids if not ids or ids[: len(self._begin)] == self._begin else [*self._begin, *ids]
@@ -177,6 +189,19 @@ class PretrainedTokenizer:
                 if whole[:1] == [behind]:
                     return whole[1:]
             return self._inner(text)
+
+    def _tell_lost(self, text: str) -> None:
+        lost = [] if self._lost is None else self._lost(text)
+        if not lost:
+            return
+        self._lost = None
+        log.warning(
+            "tokenizer %r has no token for %s, and neither bytes nor an unknown token instead: they are lost, first in "
+            "%s — take them out of the texts, or take another tokenizer; further ones are not told",
+            self.name,
+            ", ".join(map(repr, lost[:SHOWN])) + (f" and {len(lost) - SHOWN} more" if len(lost) > SHOWN else ""),
+            repr(text) if len(text) <= SHOWN_TEXT else f"{text[:SHOWN_TEXT]!r}…",
+        )
 
     def decode_batch(self, rows: Sequence[Sequence[int]], *, skip_special: bool) -> list[str]:
         """Texts, one per row."""
@@ -225,6 +250,49 @@ class PretrainedTokenizer:
     def save(self, folder: Path) -> None:
         """Write it in Hugging Face format."""
         self.pretrained.save_pretrained(folder)
+
+
+def _lost_characters(pretrained: Any, added: Mapping[int, str]) -> Callable[[str], list[str]] | None:
+    """Find the characters of a text that are lost: byte pairs without bytes and without an unknown token pass over them
+    in silence, and some tokenizers have padding for them. None for tokenizers that lose none; other kinds fail by
+    themselves.
+    """
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    core: Any = getattr(pretrained, "backend_tokenizer", None)
+    model = {"type": ""} if core is None else json.loads(core.to_str())["model"]
+    if model["type"] not in ("BPE", "WordLevel") or model.get("unk_token") not in (None, pretrained.pad_token):
+        return None
+    vocabulary, by_words = model["vocab"], model["type"] == "WordLevel"
+    before, behind = (model.get(key) or "" for key in ("continuing_subword_prefix", "end_of_word_suffix"))
+    bare = {token.removeprefix(before).removesuffix(behind) for token in vocabulary}
+    known = bare if by_words else {token for token in bare if len(token) == 1}
+    if model.get("byte_fallback") and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256)):
+        return None
+    parts = re.compile("|".join(map(re.escape, sorted(added.values(), key=len, reverse=True))) or r"(?!)")
+
+    def symbols(text: str) -> set[str]:
+        plain = text if core.normalizer is None else core.normalizer.normalize_str(text)
+        pieces = [(plain, ())] if core.pre_tokenizer is None else core.pre_tokenizer.pre_tokenize_str(plain)
+        return {symbol for piece, _ in pieces for symbol in ([piece] if by_words else piece)}
+
+    of_bytes = set(ByteLevel.alphabet())
+    if of_bytes <= known and symbols(_ODD) <= of_bytes:
+        return None
+    harmless = set[str]()
+
+    def lost(text: str) -> list[str]:
+        if harmless.issuperset(text):
+            return []
+        lacking = [part for part in parts.split(text) if part and not symbols(part) <= known]
+        if not lacking:
+            harmless.update(text)
+            return []
+        # A character alone may be another one than within the text, which puts accents upon letters.
+        alone = [char for char in dict.fromkeys("".join(lacking)) if not symbols(char) <= known]
+        return alone or sorted(set().union(*map(symbols, lacking)) - known)
+
+    return lost
 
 
 def _begin_tokens(pretrained: Any) -> list[int]:

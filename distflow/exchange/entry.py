@@ -60,7 +60,7 @@ class Entry:
         if bound is not None and lag > bound:
             raise ProtocolError(
                 f"{self.worker} started position {self.lease.position} on version {self.oldest.number} (its lease "
-                f"says ≥ {self.lease.min_version}); training step {version} with max_staleness "
+                f"says ≥ {self.lease.min_version}); training step {version + 1} with max_staleness "
                 f"{bound} allows ≥ {version - bound}"
             )
 

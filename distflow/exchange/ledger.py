@@ -282,8 +282,8 @@ class Ledger:
         told = self.refills.most_common(_TOLD)
         reasons = ", ".join(f"{reason}: {n}" for reason, n in told) + (", …" if len(self.refills) > _TOLD else "")
         return RefillsExhausted(
-            f"training step {self.version} (step {self.version + 1} in files), ledger {self.index}: {count} groups "
-            f"were dropped ({reasons}) while {self._b} are wanted; at most {limit} may be replaced. {cure}"
+            f"training step {self.version + 1}, ledger {self.index}: {count} groups were dropped ({reasons}) while "
+            f"{self._b} are wanted; at most {limit} may be replaced. {cure}"
             ", or raise batch.max_refills"
         )
 

@@ -247,7 +247,9 @@ class RowsReceiver:
         if message.term != self._term:
             return False
         if message.t > self.taken + 2:
-            raise ProtocolError(f"{message.edge} of training step {message.t} from {sender}: this is {self.taken + 1}")
+            raise ProtocolError(
+                f"{message.edge} of training step {message.t + 1} from {sender}: this is {self.taken + 2}"
+            )
         if isinstance(message, RowsClose) and len(message.dealt) <= self._rank:
             raise ProtocolError(
                 f"{message.edge} from {sender} for {len(message.dealt)} replicas: this is number {self._rank}, from 0"
@@ -289,11 +291,11 @@ class RowsReceiver:
 
         Tell all senders that it is taken (`acks`).
         """
-        assert self.released == self.taken, f"the rows of training step {self.taken} are still held"
+        assert self.released == self.taken, f"the rows of training step {self.taken + 1} are still held"
         self.taken += 1
         closes = [sender.closes.pop(self.taken) for sender in self._senders.values()]
         said = {close.then for close in closes}
-        assert len(said) == 1, f"senders disagree on training step {self.taken}: {sorted(said)}"
+        assert len(said) == 1, f"senders disagree on training step {self.taken + 1}: {sorted(said)}"
         dealt = [(replica, group) for close in closes for replica, some in enumerate(close.dealt) for group in some]
         dealt.sort(key=lambda one: one[1].position)
         return said.pop(), {group.position: Offer(replica, group.lengths) for replica, group in dealt}

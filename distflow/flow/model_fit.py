@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,31 @@ def position_problems(plan: Plan, where: Callable[[str], str]) -> Iterator[Probl
         )
         hint = f"{needed - there} fewer of it, or of the generate step's max_new_tokens or max_tokens"
         yield Problem(where(key), key, what, hint)
+
+
+def sampling_settings(plan: Plan) -> Iterator[tuple[str, Mapping[str, Any], str]]:
+    """Yield what the recipe says of sampling: at which key, the settings there, and the model that samples so."""
+    for step in plan.steps:
+        if step.role == "generate":
+            yield f"flow.steps.{step.name}.with", step.settings, step.model or plan.primary
+    if plan.recipe.val is not None:
+        yield "val.sampling", plan.recipe.val.sampling, plan.primary
+
+
+def check_token_ids(plan: Plan, vocabulary: Callable[[ModelConfig], object], problems: Problems) -> None:
+    """Refuse token ids that a model does not have. `vocabulary`: how many it has, no whole number where that is not
+    known."""
+    for place, settings, name in sampling_settings(plan):
+        found = {key: settings.get(key) for key in ("stop_token_ids", "logit_bias")}
+        given = {key: tokens for key, tokens in found.items() if isinstance(tokens, list | tuple | dict)}
+        size = vocabulary(plan.recipe.models[name]) if any(given.values()) else None
+        if type(size) is not int:
+            continue
+        for key, tokens in given.items():
+            unknown = [token for token in tokens if not (re.fullmatch(r"\d+", str(token)) and int(token) < size)]
+            if unknown:
+                message = f"{unknown[0]} is no token id of model {name!r}, which has 0 to {size - 1}"
+                problems.add(f"{place}.{key}", message, "a response never ends with another one: correct it")
 
 
 def check_own_models(structure: Structure, problems: Problems) -> None:

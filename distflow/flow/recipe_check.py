@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,13 +22,14 @@ from distflow.flow.chosen_function import chosen_function
 from distflow.flow.data_check import check_data, keyed_sources
 from distflow.flow.graph import read_steps
 from distflow.flow.imported_step import check_step
-from distflow.flow.model_fit import position_problems
+from distflow.flow.model_fit import check_token_ids, position_problems, sampling_settings
 from distflow.flow.model_roles import check_characters, check_families, check_files, check_shapes
 from distflow.flow.plan import Plan, StepPlan
 from distflow.flow.planner import make_plan
 from distflow.flow.rescaling import resized
 from distflow.flow.resolve import check_call, resolve
 from distflow.flow.reward_form import REWARD, check_reward
+from distflow.flow.sizes import configuration
 from distflow.flow.step_declaration import read_declaration
 from distflow.flow.step_settings import functions_of
 from distflow.flow.structure import build_structure
@@ -64,6 +65,7 @@ def plan_recipe(
     except RecipeError as error:
         raise RecipeError([*error.problems, *found]) from error
     check_characters(plan, found)
+    check_token_ids(plan, lambda model: configuration(model).get("vocab_size"), found)
     _check_scripts(loaded.recipe.layout, found)
     check_trackers(loaded.recipe.run, found)
     _check_second_place(loaded.recipe.run, found)
@@ -146,6 +148,7 @@ def check_imports(plan: Plan, where: Callable[[str], str]) -> list[Problem]:
     for hint, checks in ((imported, _import_checks(plan)), (read, _model_checks(plan))):
         _run(checks, hint, problems)
     if not problems:
+        check_token_ids(plan, lambda model: resolve(VOCABULARY)(model.model_dump()), problems)
         _run(_stop_checks(plan), "a response never ends with another one: correct it", problems)
     return problems
 
@@ -158,12 +161,6 @@ def _run(checks: Iterator[tuple[str, Callable[[], object]]], hint: str, problems
             problems.add(key, str(error), hint)
 
 
-def _check_tokens(tokens: Iterable[object], model: str, vocabulary: int) -> None:
-    unknown = [token for token in tokens if type(token) is not int or not 0 <= token < vocabulary]
-    if unknown:
-        raise UserError(f"{unknown[0]!r} is no token id of model {model!r}, which has 0 to {vocabulary - 1}")
-
-
 def _check_texts(stops: str | Sequence[str], model: Mapping[str, object]) -> None:
     tokenizer, complaint = resolve(TOKENIZER)(model), resolve(STOP_COMPLAINT)
     for stop in (stops,) if isinstance(stops, str) else stops:
@@ -172,18 +169,8 @@ def _check_texts(stops: str | Sequence[str], model: Mapping[str, object]) -> Non
 
 
 def _stop_checks(plan: Plan) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Check that responses end with tokens that the model can draw, and texts that it can write."""
-    given = {f"flow.steps.{step.name}.with": step.settings for step in plan.steps if step.role == "generate"}
-    models = {f"flow.steps.{step.name}.with": step.model for step in plan.steps}
-    if plan.recipe.val is not None:
-        given["val.sampling"], models["val.sampling"] = plan.recipe.val.sampling, plan.primary
-    for place, settings in given.items():
-        name = models[place] or plan.primary
-        if settings.get("stop_token_ids") or settings.get("logit_bias"):
-            vocabulary = int(resolve(VOCABULARY)(plan.recipe.models[name].model_dump()))
-            for key in ("stop_token_ids", "logit_bias"):
-                tokens = [int(token) if key == "logit_bias" else token for token in settings.get(key) or ()]
-                yield f"{place}.{key}", partial(_check_tokens, tokens, name, vocabulary)
+    """Check that the texts that end responses are some that the model can write."""
+    for place, settings, _ in sampling_settings(plan):
         if settings.get("stop"):
             tokenizer_of = plan.recipe.models[plan.primary].model_dump()
             yield f"{place}.stop", partial(_check_texts, settings["stop"], tokenizer_of)

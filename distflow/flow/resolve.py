@@ -75,6 +75,8 @@ class Source:
     file: Path
     text: str
     node: Definition
+    module: ast.Module
+    """The whole file, as it was read."""
 
     @property
     def where(self) -> str:
@@ -134,24 +136,26 @@ def find_named(call: str) -> Source | Value:
         guess = f"; did you mean {file.parent / close}?" if close is not None else ""
         raise PluginError(f"{call}: there is no file {file}{guess}")
     stat = file.stat()
-    text, definitions, values = _definitions(file, stat.st_mtime_ns, stat.st_size)
+    text, module, definitions, values = _definitions(file, stat.st_mtime_ns, stat.st_size)
     if name in definitions:
-        return Source(call, file, text, definitions[name])
+        return Source(call, file, text, definitions[name], module)
     if name in values:
         return Value(call, file, text, values[name], definitions)
     raise PluginError(f"{call}: {file} defines no {name!r} at its top level; {did_you_mean(name, definitions)}")
 
 
 @functools.lru_cache(maxsize=64)
-def _definitions(file: Path, changed_ns: int, size: int) -> tuple[str, dict[str, Definition], dict[str, Statement]]:
-    """Text, top-level definitions and other names of a file; its time and size are part of the cache's key."""
+def _definitions(
+    file: Path, changed_ns: int, size: int
+) -> tuple[str, ast.Module, dict[str, Definition], dict[str, Statement]]:
+    """Text, tree, top-level definitions and other names of a file; its time and size are part of the cache's key."""
     text = file.read_text(encoding="utf-8")
     try:
         tree = ast.parse(text, filename=str(file))
     except SyntaxError as error:
         raise PluginError(f"{file}:{error.lineno}: {error.msg}") from error
     values = {name: node for node in tree.body if isinstance(node, Statement) for name in _names(node)}
-    return text, {node.name: node for node in tree.body if isinstance(node, Definition)}, values
+    return text, tree, {node.name: node for node in tree.body if isinstance(node, Definition)}, values
 
 
 def _names(node: Statement) -> list[str]:

@@ -145,7 +145,7 @@ def read_declaration(call: str) -> StepDeclaration:
     keeps_state = _uses(node, context, "state")
     head = spec.head or _head(node, context)
     about = (call, source.file, node.lineno, source.text, spec, parameters)
-    blocks = tuple(f"{call}(…) at {source.file}:{line}" for call, line in _blocking(node, source.text))
+    blocks = tuple(f"{call}(…) at {source.file}:{line}" for call, line in _blocking(source))
     return StepDeclaration(*about, keeps_state, _drops(node), head, blocks)
 
 
@@ -171,12 +171,12 @@ def _with_further_settings(source: Source, spec: StepSpec, parameters: Parameter
     return spec, replace(parameters, settings=settings, annotations=types)
 
 
-def _blocking(node: ast.AST, text: str) -> Iterator[tuple[str, int]]:
+def _blocking(source: Source) -> Iterator[tuple[str, int]]:
     """Find the calls in a coroutine, and in those of its file that it calls by name, that block, with their lines;
     those of functions within it may run in threads."""
+    node, file = source.node, source.module
     if not isinstance(node, ast.AsyncFunctionDef):
         return
-    file = ast.parse(text)
     named, theirs = _imported(file), {part.name: part for part in file.body if isinstance(part, ast.AsyncFunctionDef)}
     theirs.pop(node.name, None)
     todo: list[ast.AST] = [*node.body]

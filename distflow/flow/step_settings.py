@@ -115,26 +115,64 @@ def is_file_plugin(value: str) -> bool:
 
 def in_words(annotation: str) -> str:
     """`Sequence[float] | None` as `a list of numbers, or null`."""
-    return ", or ".join(_part_in_words(part.strip()) for part in annotation.split("|"))
+    return ", or ".join(map(_part_in_words, _alternatives(_parsed(annotation))))
 
 
-def _part_in_words(part: str) -> str:
-    name, _, inside = part.partition("[")
-    items = [_ITEMS[item.strip(" .")] for item in inside.rstrip("]").split(",") if item.strip(" .") in _ITEMS]
-    of = f" of {items[0]}" if items and name.rpartition(".")[2] in ("Sequence", "list") else ""
-    return _WORDS[name.rpartition(".")[2]] + of
+def _part_in_words(kind: ast.expr) -> str:
+    outer, inside = _taken_apart(kind)
+    items = [_ITEMS.get(ast.unparse(part)) for part in inside]
+    word, (first, *rest) = _WORDS[outer], items or [None]
+    if rest and first and rest[0]:
+        return f"{word} of {first} to {rest[0]}"
+    return f"{word} of {first}" if first and not rest else word
+
+
+def _parsed(annotation: str) -> ast.expr:
+    return ast.parse(annotation, mode="eval").body
+
+
+def _alternatives(kind: ast.expr) -> Iterator[ast.expr]:
+    """The kinds of a union."""
+    if isinstance(kind, ast.BinOp):
+        yield from (*_alternatives(kind.left), *_alternatives(kind.right))
+    else:
+        yield kind
+
+
+def _taken_apart(kind: ast.expr) -> tuple[str, Sequence[ast.expr]]:
+    """The name of a kind without its module, and what stands in its brackets."""
+    outer = kind.value if isinstance(kind, ast.Subscript) else kind
+    inside = kind.slice if isinstance(kind, ast.Subscript) else ast.Tuple([])
+    return ast.unparse(outer).rpartition(".")[2], inside.elts if isinstance(inside, ast.Tuple) else [inside]
 
 
 def _fits(value: object, annotation: str | None) -> bool:
-    """False only if the annotation is a union of known types and the value has none of them; items are not checked."""
-    if annotation is None:
+    """False only if the annotation is a union of known types and the value has none of them, or items of another."""
+    return annotation is None or _is_of(value, _parsed(annotation))
+
+
+def _is_of(value: object, kind: ast.expr) -> bool:
+    kinds = [*_alternatives(kind)]
+    if not all(_taken_apart(one)[0] in _ACCEPTS for one in kinds):
         return True
-    names = [part.strip().partition("[")[0].rpartition(".")[2] for part in annotation.split("|")]
-    if not all(name in _ACCEPTS for name in names):
-        return True
+    return any(_is_of_one(value, *_taken_apart(one)) for one in kinds)
+
+
+def _is_of_one(value: object, outer: str, inside: Sequence[ast.expr]) -> bool:
     if isinstance(value, bool):
-        return "bool" in names
-    return any(isinstance(value, _ACCEPTS[name]) for name in names)
+        return outer == "bool"
+    if not isinstance(value, _ACCEPTS[outer]):
+        return False
+    if isinstance(value, Mapping) and len(inside) == 2:
+        # A key of YAML may be written as a text.
+        return all(_is_of(_as_number(key), inside[0]) and _is_of(item, inside[1]) for key, item in value.items())
+    if isinstance(value, list | tuple) and inside:
+        return all(_is_of(item, inside[0]) for item in value)
+    return True
+
+
+def _as_number(key: object) -> object:
+    return int(key) if isinstance(key, str) and re.fullmatch(r"-?\d+", key) else key
 
 
 def _is_number(value: object) -> TypeGuard[float]:
@@ -312,7 +350,7 @@ def _about(declaration: StepDeclaration, name: str) -> Iterator[str]:
     yield from (f"  {sentence}" for sentence in sentences if re.search(rf"\b{re.escape(name)}\b", sentence))
     yield f"  type: {parameters.annotations.get(name, 'any')}"
     if name in spec.choices:
-        yield f"  one of: {', '.join(map(str, spec.choices[name]))}"
+        yield f"  one of: {', '.join(choice.rpartition(':')[2] for choice in spec.choices[name])}"
     if name in spec.ranges:
         yield f"  range: {spec.ranges[name]}"
     if name in spec.only_with:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from distflow.config.plugins import BACKENDS, ENGINES, full_name
@@ -25,6 +25,7 @@ from distflow.flow.sites import (
     steps_before_custody,
     validating_pool,
 )
+from distflow.flow.step import StepSpec
 from distflow.types import REWARD_PARTS
 
 _NEEDED: Mapping[str, Mapping[str, str]] = {
@@ -181,17 +182,22 @@ def _check_generate(steps: list[StepNode], problems: Problems) -> None:
             message = f"generates, as step {first.name!r} does, and both write the same fields"
             hint = "remove one of them, or give one a `prefix` of its own, if it generates with a further model"
             problems.add(f"{key}.prefix", message, hint)
-        needed = _NEEDED.get(node.role, {})
-        lacking = [name for name in needed if name not in node.settings]
-        if lacking:
-            message = f"a {node.role} step needs the settings {', '.join(lacking)} with literal defaults"
-            declared = ", ".join(f"{name}: {needed[name]}" for name in lacking)
-            hint = f"declare them as keyword-only parameters, for example {declared}"
+        for message, hint in lacking_settings(node.declaration.spec, node.settings):
             problems.add(key, message, hint, at=f"{key}.call")
-        elif node.declaration.spec.environment is not None and "max_tokens" not in node.settings:
-            message = "its environment's tokens need room too, and nothing says how much"
-            hint = "declare max_tokens, a keyword-only parameter with a literal default: all tokens behind the prompt"
-            problems.add(key, message, hint, at=f"{key}.call")
+
+
+def lacking_settings(spec: StepSpec, settings: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+    """Find the settings that the runtime needs of a step that makes samples, and that it lacks: message and hint."""
+    needed = _NEEDED.get(spec.role, {})
+    lacking = [name for name in needed if name not in settings]
+    if lacking:
+        message = f"a {spec.role} step needs the settings {', '.join(lacking)} with literal defaults"
+        declared = ", ".join(f"{name}: {needed[name]}" for name in lacking)
+        yield message, f"declare them as keyword-only parameters, for example {declared}"
+    if spec.role == "generate" and spec.environment is not None and "max_tokens" not in settings:
+        message = "its environment's tokens need room too, and nothing says how much"
+        hint = "declare max_tokens, a keyword-only parameter with a literal default: all tokens behind the prompt"
+        yield message, hint
 
 
 def _check_plugins(layout: LayoutConfig, problems: Problems) -> None:

@@ -98,16 +98,16 @@ def _trains(node: StepNode) -> bool:
 
 
 def _done(pool: str, step: str, t: int) -> str:
-    return f"{pool} has run {step} of training step {t}"
+    return f"{pool} has run {step} of training step {t + 1}"
 
 
 def _sent(t: int) -> str:
-    return f"the samples of training step {t} have been sent"
+    return f"the samples of training step {t + 1} have been sent"
 
 
 def _closed(pool: str, t: int) -> str:
-    return f"{pool} has all of training step {t}"
+    return f"{pool} has all of training step {t + 1}"
 
 
 def _applied(pool: str, t: int) -> str:
-    return f"{pool} has trained on training step {t}"
+    return f"{pool} has trained on training step {t + 1}"

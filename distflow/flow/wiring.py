@@ -9,7 +9,7 @@ from distflow.flow.edges import DUMPED, ENDS, SAMPLES, VAL_SAMPLES, Asked, Edge,
 from distflow.flow.graph import StepNode
 from distflow.flow.plan import Port
 from distflow.flow.structure import Structure
-from distflow.types import A_TOKEN, REWARD_PARTS, SEQUENCE, TOKENS, is_logged, is_reward_part, prefixed, written
+from distflow.types import A_TOKEN, LOGGED, REWARD_PARTS, SEQUENCE, TOKENS, is_logged, is_reward_part, prefixed, written
 
 _REWARDS = f"{REWARD_PARTS}*"
 _DESCRIBED = ("reward", "score", "finish_reason")
@@ -56,6 +56,8 @@ def _leases(structure: Structure, dumped: Sequence[str]) -> Iterator[Edge]:
     fields += [field for field in sorted(read) if field not in fields and written(field, there)]
     fields += [prefixed(_REWARDS, node.prefix) for node in before if node.role == "score"]
     fields += [field for node in before for field in node.may_write if is_logged(field)]
+    # Of those that are left out the reason is known by that.
+    fields += [prefixed(f"{LOGGED}*", node.prefix) for node in before if node.settings.get("on_error") == "zero"]
     for pool in structure.pools:
         if structure.models.primary in pool.generates:
             yield Edge(

@@ -278,6 +278,14 @@ class LocalAttempt:
                 value = function(*args, **kwargs)
             finally:
                 numbers.tool = ""
+            if isawaitable(value):
+                if isinstance(value, CoroutineType):
+                    value.close()
+                raise TypeError(
+                    f"ctx.once({name!r}): {function!r} is to be awaited, and the step is a plain def — let the step be "
+                    "an async def, and await ctx.once(…); or give it a plain function, such as one of a client that "
+                    "is not asynchronous"
+                )
             answer = self._note(asked, packed(name, value, self._answer_bytes))
         self._answer_bytes += len(answer)
         return unpacked(answer)

@@ -209,8 +209,8 @@ def _lines(batch: Batch, workers: list[str]) -> list[dict[str, Any]]:
     lines = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     for index, line in enumerate(lines):
         line["rewards"] = {name: values[index] for name, values in parts.items()}
-        if logged:
-            line["extra"] = {name: json.loads(texts[index]) for name, texts in logged.items() if texts[index]}
+        if extra := {name: json.loads(texts[index]) for name, texts in logged.items() if texts[index]}:
+            line["extra"] = extra
         if left_out[index]:
             line[LEFT_OUT] = left_out[index]
         line["worker"] = workers[index]

@@ -215,7 +215,7 @@ class FurtherTraining:
         with parts.metrics.timed(ROWS):
             return self._board.until(
                 ready,
-                name=f"rows of training step {t}",
+                name=f"rows of training step {t + 1}",
                 peers=lambda: parts.rows.missing,
                 limit_s=self._limits.waits.no_progress_s,
                 # Owners may still train on the last step.

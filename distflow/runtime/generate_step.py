@@ -12,6 +12,7 @@ segments, from the model and in between. Of finished samples `assemble` makes a 
 
 from __future__ import annotations
 
+import json
 from array import array
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -45,6 +46,7 @@ from distflow.types import (
     DROP_REASON,
     FINISH_REASONS,
     LEFT_OUT,
+    LOGGED,
     REWARD,
     REWARD_PARTS,
     SEQUENCE,
@@ -192,7 +194,8 @@ class GenerateStep:
             return {}
         given = {} if value is None else value
         if not isinstance(given, Mapping) or set(given) != set(expected):
-            shown = sorted(map(str, given)) if isinstance(given, Mapping) else f"a {type(given).__name__}"
+            shown = sorted(map(str, given)) or "{}" if isinstance(given, Mapping) else f"a {type(given).__name__}"
+            shown = "None" if value is None else shown
             wanted = f"a mapping with a number for each of {sorted(expected)}" if expected else "nothing"
             declared = "what its @step(writes=…) lists is what it returns for each sample"
             raise self.failure(f"returned {shown}", f"; expected {wanted}: {declared}")
@@ -353,6 +356,8 @@ class Trajectory:
     """Why it is left out of training."""
     dropped: str = ""
     """Why its group is dropped."""
+    failed: str = ""
+    """Why the step failed on it, where it counts all the same."""
     since: float = 0.0
     """The clock when it was begun."""
     waits_since: float = 0.0
@@ -516,6 +521,9 @@ def assemble(
             **_further(whose),
         }
     )
+    if any(sample.failed for sample in whose):
+        told = [json.dumps(sample.failed) if sample.failed else "" for sample in whose]
+        batch = batch.with_columns(**{f"{LOGGED}generate_error": Ragged.from_texts(told)})
     if any(sample.dropped for sample in whose):
         batch = batch.with_columns(**{DROP_REASON: Ragged.from_texts([sample.dropped for sample in whose])})
     whole = batch.with_columns(**_told_apart(rows, whose, tokenizer)) if several else batch

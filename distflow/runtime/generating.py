@@ -133,10 +133,10 @@ class Generating:
             # Every prompt of validation counts.
             groups, dropped = _failed_are_left_out(groups), dict[int, str]()
         else:
-            if out := int(left_out(by_sample(groups)).sum()):
-                self._metrics.add("rollout/left_out", out)
+            gone = _dropped(groups)
+            self._count_out(groups, gone)
             few = _too_few_left(groups, self._edge.baseline) if self._edge.compares else {}
-            dropped = few | _dropped(groups)
+            dropped = few | gone
         if dropped:
             self._metrics.add("group/dropped", len(dropped))
         with self._metrics.timed("timing_s/send"):
@@ -148,6 +148,17 @@ class Generating:
                 self._channels[kind].finish(kept, dropped, time.monotonic())
                 self.loop.sent(kept.dense("group").tolist())
         self._node.work_done()
+
+    def _count_out(self, groups: Batch, gone: Mapping[int, str]) -> None:
+        """Count samples that are left out, and groups that are dropped since a step failed on a sample of theirs."""
+        samples = by_sample(groups)
+        positions = samples.dense("group").tolist()
+        out = [position for position, is_out in zip(positions, left_out(samples).tolist(), strict=True) if is_out]
+        if staying := sum(position not in gone for position in out):
+            self._metrics.add("rollout/left_out", staying)
+        failed_on = {position for position, reason in gone.items() if position in out or reason.startswith(UNJUDGED)}
+        if failed_on:
+            self._metrics.add("rollout/dropped", len(failed_on))
 
     def find(self, position: int) -> Held | None:
         """The lease of a position, if it is held."""

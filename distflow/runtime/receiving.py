@@ -242,13 +242,13 @@ class Receiving:
         """
         dealt = self._intake.core.waits_for
         if dealt:
-            return f"groups of training step {t} that were dealt", dealt
+            return f"groups of training step {t + 1} that were dealt", dealt
         answers = self._intake.waits_for_answers()
         if answers is not None:
             return answers
         if self._intake.core.awaits_others:
-            return f"samples of training step {t} of the other training replicas", self._replicas.others
-        return f"samples of training step {t}", self._busy_holders()
+            return f"samples of training step {t + 1} of the other training replicas", self._replicas.others
+        return f"samples of training step {t + 1}", self._busy_holders()
 
     def _busy_holders(self) -> tuple[str, ...]:
         """The workers that hold leases of this owner now; if none does, all that ask for them."""

@@ -109,7 +109,7 @@ class OutboundRows:
             with self._metrics.timed("timing_s/wait_homes"):
                 self._board.until(
                     lambda: None if self._core.behind(t) else True,
-                    name=f"the rows of training step {t} to be trained on",
+                    name=f"the rows of training step {t + 1} to be trained on",
                     peers=lambda: self._core.behind(t),
                     limit_s=self._limits.no_progress_s,
                     progress=lambda: [self._node.membership.peers[name].progress for name in self._receivers],

@@ -97,8 +97,8 @@ class StepContext:
     metrics: MetricStore = field(default_factory=MetricStore)
     state: dict[str, Any] = field(default_factory=dict)
     """Plain values kept here are saved in checkpoints."""
-    shared: Any = None
-    """What the `setup` of a generate step has given to all its episodes of this worker."""
+    shared: Any = field(init=False, repr=False, compare=False)
+    """What the `setup` of a generate step has given to all its episodes here; raises UserError without one."""
     tally: Tally = field(default_factory=Tally)
     """Samples that this step has judged, and on how many it failed, here and on all workers that run it."""
     models: Mapping[str, Backend] = field(default_factory=dict)
@@ -127,6 +127,17 @@ class StepContext:
         if self.model is None or self.model not in self.models:
             raise LookupError(f"step {self.step_name!r} asked for model {self.model!r}; here are {sorted(self.models)}")
         return self.models[self.model]
+
+    def __getattr__(self, name: str) -> Any:
+        """Say what is missing, which is `shared` unless it was given."""
+        if name != "shared":
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+        raise UserError(
+            f"ctx.shared: step {self.step_name!r} has no `setup` that has given anything to its episodes — write an "
+            'async context manager over ctx that yields it, and declare it: @step(role="generate", …, setup=clients) '
+            "with\n@asynccontextmanager\nasync def clients(ctx):\n    async with httpx.AsyncClient() as client:\n"
+            "        yield client"
+        )
 
     @property
     def packs(self) -> bool:
@@ -394,7 +405,7 @@ class StepRunner:
             return error
         step = self._contexts[plan.name].training_step
         what = f"step {plan.name!r} ({plan.call}) raised {type(error).__name__} on {self._worker}"
-        return step_error(error, f"{what}, training step {step}{uids}")
+        return step_error(error, f"{what}, training step {step + 1}{uids}")
 
     def _checked(self, plan: StepPlan, batch: Batch, result: object) -> Batch:
         """The batch with what the step wrote, as other workers would get it back."""

@@ -355,7 +355,7 @@ class Training:
             facts = self._receiving.accounts or parts.replicas.agree("the size of the batch", self._account())
         parts.replicas.stop_together(facts)
         groups, expected = sum(int(fact["groups"]) for fact in facts), self._limits.batch.prompts
-        assert groups == expected, f"training step {self._number}: {groups} groups were trained on, not {expected}"
+        assert groups == expected, f"training step {self._number + 1}: {groups} groups were trained on, not {expected}"
         self._term_ends = self._term_ends or any(fact["leave"] for fact in facts)
         self._receiving.learn(visit for fact in facts for visit in fact["visits"])
         if not self._closed:
@@ -374,8 +374,8 @@ class Training:
         for name, rows in self._parts.rows.items():
             if then == "train" and rows.groups != taken:
                 raise UserError(
-                    f"training step {self._number}: {taken} groups were received and {rows.groups} sent to train on — "
-                    f"a script must call w.send({name!r}, batch) for every batch of w.receive, before w.apply"
+                    f"training step {self._number + 1}: {taken} groups were received and {rows.groups} sent to train "
+                    f"on — a script must call w.send({name!r}, batch) for every batch of w.receive, before w.apply"
                 )
             rows.close(then)
         self._closed, self._parts.replicas.finishes_step = True, True

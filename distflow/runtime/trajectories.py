@@ -493,8 +493,7 @@ class Trajectories:
         sample.end()
         sample.finish_reason = "error"
         sample.fields = self.step.nothing
-        if fate != "zero":
-            sample.left_out = reason
+        sample.left_out, sample.failed = ("", reason) if fate == "zero" else (reason, "")
         if fate == "drop":
             sample.dropped = reason
         self._finish(sample)

@@ -152,8 +152,8 @@ class Updates:
             return
         if denominator <= 0:
             raise WorkerFailed(
-                f"training step {self._step}: nothing to train {model!r} on — no step accumulated a loss for it and "
-                "added its divisor to ctx.denominators, although response_mask is not empty"
+                f"training step {self._step + 1}: nothing to train {model!r} on — no step accumulated a loss for it "
+                "and added its divisor to ctx.denominators, although response_mask is not empty"
             )
         backend, metrics, prefix = self._models[model], self._metrics, self._trained[model]
         backend.schedule_at(self._step * self._batch.updates + self._done[model])

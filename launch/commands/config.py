@@ -147,6 +147,7 @@ def test_plugin(
     Prints what is wrong and how to mend it; exit code 1 if anything is.
     """
     import json
+    from functools import partial
     from importlib import import_module
 
     from distflow.config.plugins import PLUGIN_TESTS
@@ -154,7 +155,7 @@ def test_plugin(
     tests = import_module(PLUGIN_TESTS)
     found = []
     for subject in tests.find_subjects(plugins, kind, settings, data):
-        found.append(tests.examine(subject, limit))
+        found.append(tests.examine(subject, limit, partial(click.echo, err=True)))
         if not as_json:
             click.echo("\n".join(found[-1].lines()))
     failed = [tested for tested in found if not tested.passed]

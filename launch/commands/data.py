@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from distflow.data.batch import Batch
     from distflow.flow.plan import Plan, StepPlan
     from distflow.runtime.protocols import Tokenizer
-    from distflow.types import GivenResponse, Prompt
+    from distflow.types import Prompt
 
 LOOKED_AT = 100
 """Prompts whose lengths and rewards are looked at, if not more are shown."""
@@ -111,7 +111,8 @@ def _show(position: int, sample: _Sample, tokenizer: Tokenizer) -> None:
     for line in _cut(text).split("\n"):
         click.echo(f"  | {line}")
     for number, response in enumerate(prompt.responses):
-        written = _with_brackets(response, tokenizer)
+        trained = response.mask or (response.trains,) * len(response.token_ids)
+        written = with_brackets(response.token_ids, trained, tokenizer)
         told = [f"{len(response.token_ids)} tokens", *(f"{name} {value:g}" for name, value in response.fields.items())]
         told += [] if response.trains else ["not trained on"]
         told += [f"{sum(response.mask)} of them trained on"] if response.mask else []
@@ -123,15 +124,14 @@ def _show(position: int, sample: _Sample, tokenizer: Tokenizer) -> None:
     click.echo("")
 
 
-def _with_brackets(response: GivenResponse, tokenizer: Tokenizer) -> str:
-    """The text of a response, with brackets around what is trained on."""
-    mask = response.mask or (response.trains,) * len(response.token_ids)
+def with_brackets(token_ids: Sequence[int], marked: Sequence[bool], tokenizer: Tokenizer) -> str:
+    """The text of a response, with brackets around the tokens that are marked."""
     runs = [
-        (trained, [token for _, token in run])
-        for trained, run in groupby(zip(mask, response.token_ids, strict=True), itemgetter(0))
+        (within, [token for _, token in run])
+        for within, run in groupby(zip(marked, token_ids, strict=True), itemgetter(0))
     ]
     texts = tokenizer.decode_batch([tokens for _, tokens in runs], skip_special=False)
-    return "".join(f"[{text}]" if trained else text for (trained, _), text in zip(runs, texts, strict=True))
+    return "".join(f"[{text}]" if within else text for (within, _), text in zip(runs, texts, strict=True))
 
 
 def _cut(text: str) -> str:

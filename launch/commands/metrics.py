@@ -44,6 +44,8 @@ HIGHER = ("critic/score/*", "critic/rewards/*", "val/*", "perf/*_per_s", "perf/t
 LOWER = ("timing_s/*", "perf/*_idle_share", "*/errors", "*/timeouts")
 """Metrics of which more is better, or less. The others have no best value."""
 KINDS = ("last", "best", "mean")
+NAMED = 8
+"""Metrics of a group that are named where a metric was asked for."""
 Steps = list[dict[str, float]]
 Figures = dict[str, dict[str, float | None]]
 """By metric and kind."""
@@ -62,10 +64,11 @@ Figures = dict[str, dict[str, float | None]]
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
 def command(
     runs: tuple[str, ...], as_json: bool, as_csv: bool, keys: str | None, last: int | None, runs_dir: Path
-) -> None:
+) -> int:
     """Show metrics per training step of RUN (default: the newest), merged over its workers.
 
     Several runs are compared: the last value of each metric, the best one, and the mean over the last training steps.
+    Names in --keys that no metric has are told behind the others; then the exit code is 2.
     """
     found = read_runs(runs, runs_dir)
     for run, steps in found.items():
@@ -74,7 +77,17 @@ def command(
                 f"{run} has no metrics yet: they come with the end of its first training step — `distflow status "
                 f"{run}` tells how far that has come"
             )
-    names = None if keys is None else chosen_keys(keys, [step for steps in found.values() for step in steps])
+    every = [step for steps in found.values() for step in steps]
+    names, missing = (None, []) if keys is None else chosen_keys(keys, every)
+    _show(found, names, last, as_json=as_json, as_csv=as_csv)
+    for line in missing:
+        _tell(line)
+    return 2 if missing else 0
+
+
+def _show(
+    found: Mapping[str, Steps], names: list[str] | None, last: int | None, *, as_json: bool, as_csv: bool
+) -> None:
     if len(found) > 1 and not as_csv:
         compared = {run: figures(steps, names, last or MEAN_OF) for run, steps in found.items()}
         if as_json:
@@ -132,21 +145,37 @@ def read_steps(run_dir: Path, tell: Callable[[str], None]) -> Steps:
     return reader.merged()
 
 
-def chosen_keys(keys: str, steps: Steps) -> list[str]:
-    """The metrics that match, in the order given; raises UserError for a name that matches none.
+def chosen_keys(keys: str, steps: Steps) -> tuple[list[str], list[str]]:
+    """The metrics that match, in the order given, and a line about each name that matches none; raises UserError with
+    these lines where nothing matches.
 
     `val/` is all below it, as `val/*` is.
     """
     there = list(dict.fromkeys(name for step in steps for name in step if name != "step"))
-    chosen: list[str] = []
-    for key in [part.strip() for part in keys.split(",") if part.strip()]:
+    chosen, missing = list[str](), list[str]()
+    asked = [part.strip() for part in keys.split(",") if part.strip()]
+    for key in asked:
         found = [name for name in there if fnmatchcase(name, f"{key}*" if key.endswith("/") else key)]
         if not found and steps and key != "step":
-            near = get_close_matches(key, there, n=3) or [name for name in there if key in name][:3]
-            hint = f"did you mean {', '.join(near)}?" if near else "`--json` prints all metrics"
-            raise UserError(f"--keys {key}: the run has no metric of this name — {hint}")
+            missing.append(_missing(key, there))
         chosen += found
-    return list(dict.fromkeys(chosen))
+    if missing and len(missing) == len(asked):
+        raise UserError("\n".join(missing))
+    return list(dict.fromkeys(chosen)), missing
+
+
+def _missing(key: str, there: Sequence[str]) -> str:
+    """Say that there is no such metric, and what may be meant: what is below it, or has nearly that name."""
+    below = [name for name in there if name.startswith(f"{key}/")]
+    if below:
+        more = f", … {len(below)} in all" if len(below) > NAMED else ""
+        return (
+            f"--keys {key}: a group of metrics, not one — below it are {', '.join(below[:NAMED])}{more}; {key}/ is all "
+            "of them"
+        )
+    near = get_close_matches(key, there, n=3) or [name for name in there if key in name][:3]
+    hint = f"did you mean {', '.join(near)}?" if near else "`--json` prints all metrics"
+    return f"--keys {key}: the run has no metric of this name — {hint}"
 
 
 def figures(steps: Steps, names: Sequence[str] | None, last: int) -> Figures:

@@ -81,7 +81,7 @@ PANELS = (
 )
 @click.option("--keys", metavar="NAMES", help="One panel for each of these metrics, as in critic/score/mean,val/.")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
-def command(runs: tuple[str, ...], output: Path | None, keys: str | None, runs_dir: Path) -> None:
+def command(runs: tuple[str, ...], output: Path | None, keys: str | None, runs_dir: Path) -> int:
     """Draw score, validation, reward, response length, entropy, KL, staleness and shares of time of RUN (default: the
     newest).
 
@@ -93,7 +93,8 @@ def command(runs: tuple[str, ...], output: Path | None, keys: str | None, runs_d
     every = [step for steps in found.values() for step in steps]
     if not every:
         raise UserError(f"{', '.join(found)}: no training step has been done yet — there is nothing to draw")
-    wanted = _usual(every) if keys is None else [Panel(name, ((name, ""),)) for name in chosen_keys(keys, every)]
+    asked, missing = ([], []) if keys is None else chosen_keys(keys, every)
+    wanted = _usual(every) if keys is None else [Panel(name, ((name, ""),)) for name in asked]
     constant = [] if keys is not None else [panel for panel in wanted if _is_dull(panel, every)]
     panels = [panel for panel in wanted if _drawn(panel, every) and panel not in constant]
     for panel in wanted:
@@ -109,6 +110,9 @@ def command(runs: tuple[str, ...], output: Path | None, keys: str | None, runs_d
     except OSError as error:
         raise cannot_write("-o", output, error) from error
     click.echo(f"{output}: {len(panels)} panels of {', '.join(found)}")
+    for line in missing:
+        click.echo(line, err=True)
+    return 2 if missing else 0
 
 
 def _usual(steps: Steps) -> list[Panel]:

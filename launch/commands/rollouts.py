@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from distflow.data.files import whole_lines
-from distflow.errors import UserError
+from distflow.errors import DistflowError, UserError
 from distflow.runtime.disk import ROLLOUTS, VAL_ROLLOUTS
 from distflow.types import SEQUENCE, lease_kind
 
@@ -49,7 +49,10 @@ STANDARD = frozenset(
 )
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
 def command(run: str | None, step: int | None, val: bool, limit: int | None, as_json: bool, runs_dir: Path) -> None:
-    """Show samples of one training step of RUN (default: the newest): text, reward and its parts, your own fields."""
+    """Show samples of one training step of RUN (default: the newest): text, reward and its parts, your own fields.
+
+    Where an environment wrote a part of a response, what the model wrote stands in brackets.
+    """
     from distflow.launch.observe.file_sync import refresh
     from distflow.launch.run.folder import find_run
 
@@ -67,9 +70,40 @@ def command(run: str | None, step: int | None, val: bool, limit: int | None, as_
     if samples:
         what = "validation after training step" if val else "training step"
         click.echo(f"{what} {samples[0][0]['step']}: {min(count, len(samples))} of {len(samples)} samples")
+    _tell_apart(run_dir, [line for sample in samples[:count] for line in sample])
     for sample in samples[:count]:
         for text in _describe(sample):
             click.echo(text)
+
+
+def _tell_apart(run_dir: Path, lines: Sequence[dict[str, Any]]) -> None:
+    """Put what the model wrote in brackets, in responses of which an environment wrote a part."""
+    shared = [(line, by_model) for line in lines if not all(by_model := _by_model(line))]
+    if not shared:
+        return
+    from distflow.config.plugins import TOKENIZER
+    from distflow.flow.planner import make_plan
+    from distflow.flow.resolve import resolve
+    from distflow.launch.commands.data import with_brackets
+    from distflow.launch.run.folder import recipe_in
+
+    try:
+        plan = make_plan(recipe_in(run_dir), lambda key: f"{run_dir}/recipe.yaml", need_files=False)
+        tokenizer = resolve(TOKENIZER)(plan.recipe.models[plan.primary].model_dump())
+    except (DistflowError, OSError) as error:
+        click.echo(f"note: what the model wrote is not told apart from its environment's tokens: {error}", err=True)
+        return
+    click.echo("[in brackets]: what the model wrote; the rest of a response is its environment's")
+    for line, by_model in shared:
+        line["response"] = with_brackets(line["response_ids"], by_model, tokenizer)
+
+
+def _by_model(line: dict[str, Any]) -> list[bool]:
+    """For each token of a response, whether the model wrote it: then it has a version."""
+    found = [False] * len(line.get("response_ids", ()))
+    for _, _, first, end in line.get("policy_versions", [(0, 0, 0, len(found))]):
+        found[first:end] = [True] * (end - first)
+    return found
 
 
 def read_lines(folder: Path) -> list[dict[str, Any]]:

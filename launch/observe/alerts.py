@@ -23,12 +23,13 @@ from distflow.runtime.disk import DROPPED, REFUSED
 FAILURES = {"reward/timeouts": "timed out", "reward/errors": "raised an error"}
 """Counters of the workers, and what the reward function did."""
 TIMEOUTS, ERRORS = FAILURES
-SKIPPED, BAD_LOGPROBS, HALVED, EPISODES, LEFT_OUT = (
+SKIPPED, BAD_LOGPROBS, HALVED, EPISODES, LEFT_OUT, FAILED_GROUPS = (
     "skipped_updates",
     "engine/bad_logprobs",
     "halved_microbatches",
     "rollout/errors",
     "rollout/left_out",
+    "rollout/dropped",
 )
 TROUBLES = {
     SKIPPED: "updates were skipped, since their gradients were not finite",
@@ -38,6 +39,7 @@ TROUBLES = {
     TIMEOUTS: "samples made the reward function time out",
     EPISODES: "attempts at a sample failed in the generate step",
     LEFT_OUT: "samples were left out, and trained nothing",
+    FAILED_GROUPS: "groups were dropped, since the generate step or the reward failed on a sample of theirs",
 }
 """What a run goes on after and a user should know of: how the metric that counts it ends, or how a family of metrics
 begins, and what `status` says of it."""

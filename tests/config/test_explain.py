@@ -34,6 +34,16 @@ def test_sections_and_named_things_list_their_keys() -> None:
     assert "lr: float" in explain("models.policy.optimizer")
 
 
+@pytest.mark.parametrize(
+    ("step", "setting", "names"), [("reward", "function", "exact_match, regex, math"), ("update", "kl", "k1, k2, k3")]
+)
+def test_choices_are_named_as_recipes_name_them(
+    step: str, setting: str, names: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["config", "explain", f"flow.steps.{step}.with.{setting}"]) == 0
+    assert f"one of: {names}" in capsys.readouterr().out
+
+
 def test_unknown_keys_are_refused() -> None:
     with pytest.raises(RecipeError, match=r"batch\.ledges — there is no such key — did you mean 'ledgers'"):
         explain("batch.ledges")

@@ -24,10 +24,11 @@ async def tools(
     temperature: float = 1.0,
     max_new_tokens: int = 4,
     max_tokens: int = 24,
+    every: int = 4,
 ) -> dict[str, float]:
-    """Two turns. Samples 1 to 4 of every fourth prompt fail in four ways, on every attempt."""
+    """Two turns. Samples 1 to 4 of every fourth prompt, or such, fail in four ways, on every attempt."""
     params = SamplingParams(temperature, max_new_tokens=max_new_tokens, stop_token_ids=ctx.end_tokens)
-    how = episode.sample if episode.uid.position % 4 == 0 else 0
+    how = episode.sample if episode.uid.position % every == 0 else 0
     if how == 1:
         raise OSError("no sandbox")
     prefix = episode.prompt_ids

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.runs import SMALL, Launch, check_trained_once
 from tests.e2e.test_partial import ENGINE
 
@@ -13,7 +15,7 @@ WHY = {
     1: "OSError: no sandbox",
     2: "asks for what the engine cannot do",
     3: "TimeoutError: the tool is away",
-    4: "returned []",
+    4: "returned {}",
 }
 
 
@@ -33,6 +35,23 @@ def test_a_run_goes_on_without_the_samples_on_which_its_step_fails(launch: Launc
     assert sum(line.get("rollout/left_out", 0) for line in metrics) >= len(out)
     assert sum(line.get("rollout/errors", 0) for line in metrics) >= 3 * len(out)
     assert all(line["actor/grad_norm"] > 0 for line in metrics if line["step"])
+
+
+@pytest.mark.parametrize("on_error", ["zero", "drop"])
+def test_what_became_of_failed_samples_is_told_by_its_name(launch: Launch, on_error: str) -> None:
+    """With the reason where they count with reward 0, and as groups where these were replaced."""
+    settings = (f"flow.steps.sample.call={STEPS}:tools", "flow.steps.sample.with.max_new_tokens=4")
+    fate = {"on_error": on_error, "max_error_rate": 1, "every": 5}
+    given = (f"flow.steps.sample.with.{name}={value}" for name, value in fate.items())
+    run = launch("quickstart", "layout=split", *SMALL, *settings, *given, "run.training_steps=1")
+    assert run.wait() == 0, run.output
+    failed = [line for line in run.dumps() if line["finish_reason"] == "error"]
+    counted = {name: sum(line.get(f"rollout/{name}", 0) for line in run.metrics()) for name in ("left_out", "dropped")}
+    assert counted["left_out"] == 0
+    assert bool(failed) == (on_error == "zero")
+    assert (counted["dropped"] > 0) == (on_error == "drop")
+    assert all(line["extra"]["generate_error"].startswith(WHY[line["sample"]]) for line in failed)
+    assert [line for line in run.dumps() if "extra" in line] == failed
 
 
 def test_too_many_failures_end_the_run_with_the_users_frames_first(launch: Launch) -> None:

@@ -341,7 +341,7 @@ def test_with_on_error_stop_the_users_frames_come_first(launch: Launch, recipe: 
     assert shown_first(run.output, "rewards.py")
     assert re.search(r"(?s)in picky\n.*in check\n.*ValueError: cannot judge \d\d3=\n", run.output), run.output
     said = r"rollout/\d failed \(StepError\): reward function '.*rewards\.py:picky' in step 'reward' on rollout/\d, "
-    assert re.search(said + r"training step 0, uid \(epoch, prompt, position\) \(0, \d*3, \d+\)", run.output), (
+    assert re.search(said + r"training step 1, uid \(epoch, prompt, position\) \(0, \d*3, \d+\)", run.output), (
         run.output
     )
     assert "distflow/runtime" not in run.output
@@ -389,7 +389,7 @@ def test_a_step_that_raises_shows_the_users_file_before_anything_else(launch: La
     frames = r'(?s)File ".*steps\.py", line 16, in raising\n.*line 10, in helper\n.*ValueError: no advantage today\n'
     assert re.search(frames, run.output), run.output
     told = r"trainer/0 failed \(StepError\): step 'advantage' \(.*steps\.py:raising\) raised ValueError on trainer/0, "
-    uids = r"training step 1, with uids \(epoch, prompt, position\) \(0, \d+, \d+\), .* in hand"
+    uids = r"training step 2, with uids \(epoch, prompt, position\) \(0, \d+, \d+\), .* in hand"
     assert re.search(told + uids, run.output), run.output
     assert "distflow/runtime" not in run.output
     # The others must not fail in their turn and so hide who it was.
@@ -455,9 +455,7 @@ def test_one_worker_with_a_step_of_its_own(launch: Launch, recipe: Recipe) -> No
 def test_when_every_group_is_dropped_the_run_ends_with_the_reasons(launch: Launch, recipe: Recipe) -> None:
     run = launch(recipe(NEVER))
     assert run.wait() == 3, run.output
-    said = (
-        r"trainer/0 failed \(RefillsExhausted\): training step 0 .*ledger \d: \d+ groups were dropped \(too dull: \d+\)"
-    )
+    said = r"trainer/0 failed \(RefillsExhausted\): training step 1, .*: \d+ groups were dropped \(too dull: \d+\)"
     assert re.search(said + r".*raise batch\.max_refills", run.output), run.output
     assert run.dumps() == []
     assert run.leftovers() == []

@@ -103,7 +103,7 @@ def test_a_group_started_too_early_is_named() -> None:
     finish_step(owner, asker)
     asker.ask(8)
     asker.finish(8, version=0)
-    expected = r"rollout/0 started position 8 on version 0 \(its lease says ≥ 1\); training step 1 .* allows ≥ 1"
+    expected = r"rollout/0 started position 8 on version 0 \(its lease says ≥ 1\); training step 2 .* allows ≥ 1"
     with pytest.raises(ProtocolError, match=expected):
         owner.take([8], 0.0)
 

@@ -211,7 +211,7 @@ def test_nobody_is_more_than_a_step_ahead() -> None:
     with pytest.raises(AssertionError, match="more than one training step behind"):
         sender.send("critic/0", {0: ((1, 0),)}, 1)
     receiver = RowsReceiver(EDGE, 0, ["trainer/0"], 3, 0, 0, 1)
-    with pytest.raises(ProtocolError, match="of training step 5 from trainer/0: this is 3"):
+    with pytest.raises(ProtocolError, match="of training step 6 from trainer/0: this is 4"):
         receiver.expects("trainer/0", RowsClose(EDGE, 0, 1, 5, ((), ()), "train"))
     with pytest.raises(ProtocolError, match="critic_rows from trainer/0 for 1 replicas: this is number 1, from 0"):
         receiver.expects("trainer/0", RowsClose(EDGE, 0, 1, 3, ((),), "train"))

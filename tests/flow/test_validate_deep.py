@@ -89,13 +89,52 @@ def test_a_stop_token_outside_the_vocabulary_is_refused(
     assert f"{key} — 99 is no token id of model 'policy', which has 0 to 1" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("stop_token_ids=[a]", "expected a list of whole numbers, got ['a']"),
+        ("stop_token_ids=[1, true]", "expected a list of whole numbers, got [1, True]"),
+        ("stop_token_ids=[[1]]", "expected a list of whole numbers, got [[1]]"),
+        ("stop=[1]", "expected text, or a list of texts, got [1]"),
+        ("logit_bias={a: 1}", "expected a mapping of whole numbers to numbers, got {'a': 1}"),
+        ("logit_bias={1: x}", "expected a mapping of whole numbers to numbers, got {'1': 'x'}"),
+        ("stop_token_ids=[1,13]", "13 is no token id of model 'policy', which has 0 to 12"),
+        ("stop_token_ids=[-1]", "-1 is no token id of model 'policy'"),
+        ("logit_bias={5: 1, 99: 1.0}", "99 is no token id of model 'policy'"),
+    ],
+)
+def test_what_is_no_token_is_refused_without_deep(
+    setting: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Items of a list or a mapping as well as the whole; ids, since the model's configuration is at hand."""
+    assert run(["validate", "quickstart", f"flow.steps.sample.with.{setting}"]) == 2
+    key = setting.partition("=")[0]
+    assert f"flow.steps.sample.with.{key} — {message}" in capsys.readouterr().err
+
+
+def test_ids_of_a_model_in_a_folder_and_of_validation_are_looked_up(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "vocab_size": 200}')
+    model = [
+        "models.policy.init=null",
+        f"models.policy.path={tmp_path}",
+        'models.policy.tokenizer="chars:0123456789+="',
+    ]
+    key = "flow.steps.sample.with.stop_token_ids"
+    run(["validate", "quickstart", *model, f"{key}=[199]"])
+    assert "is no token id" not in capsys.readouterr().err
+    assert run(["validate", "quickstart", *model, f"{key}=[200]"]) == 2
+    assert "200 is no token id of model 'policy', which has 0 to 199" in capsys.readouterr().err
+    assert run(["validate", "quickstart", "val.every=5", "val.sampling={stop_token_ids: [44]}"]) == 2
+    assert "val.sampling.stop_token_ids — 44 is no token id of model 'policy'" in capsys.readouterr().err
+
+
 def test_stop_strings_that_no_text_has_are_refused(
     recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "prompts.txt").write_text("12=")
     key = "flow.steps.sample.with.stop"
     assert run(["validate", recipe, "--deep", f"{key}=['=', '12']", "flow.steps.sample.with.logit_bias={5: 1.0}"]) == 0
-    assert run(["validate", recipe, "--deep", f"{key}=['x']", "flow.steps.sample.with.logit_bias={99: 1.0}"]) == 2
-    said = capsys.readouterr().err
-    assert f"{key} — stop 'x' can never come: character 'x'" in said
-    assert "logit_bias — 99 is no token id of model 'policy'" in said
+    assert run(["validate", recipe, "--deep", f"{key}=['x']"]) == 2
+    assert f"{key} — stop 'x' can never come: character 'x'" in capsys.readouterr().err

@@ -66,11 +66,11 @@ def test_a_reward_elsewhere_that_reads_what_owners_write_waits_for_itself(folder
 def test_a_further_model_generates_with_a_version_of_its_own() -> None:
     structure = structure_of("quickstart", ["flow=self_play", "layout=self_play"])
     graph = wait_order(structure, wire(structure), 1)
-    event = "solver_rollout has run solve of training step 2"
+    event = "solver_rollout has run solve of training step 3"
     assert graph[event] == {
-        "rollout has run propose of training step 2",
-        "rollout has run sample of training step 2",
-        "solver_trainer has trained on training step 0",
+        "rollout has run propose of training step 3",
+        "rollout has run sample of training step 3",
+        "solver_trainer has trained on training step 1",
     }
 
 
@@ -78,5 +78,5 @@ def test_a_later_training_step_waits_for_the_version_that_its_staleness_asks_for
     structure = structure_of("quickstart", ["layout=split"])
     for staleness in (0, 1, 2):
         graph = wait_order(structure, wire(structure), staleness)
-        last = staleness + 2
-        assert graph[f"rollout has run sample of training step {last}"] == {"trainer has trained on training step 1"}
+        last = staleness + 3
+        assert graph[f"rollout has run sample of training step {last}"] == {"trainer has trained on training step 2"}

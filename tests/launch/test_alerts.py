@@ -92,7 +92,7 @@ def test_status_tells_what_a_run_went_on_after():
         {"step": 1, "actor/loss": 0.1, "actor/grad_norm": 1.0, "actor/skipped_updates": 0.0},
         {"step": 2, "actor/skipped_updates": 1.0, "solver/skipped_updates": 2.0, "rollout/left_out": 3.0},
         {"step": 3, "actor/skipped_updates": 4.0, "perf/halved_microbatches": 1.0, "solver/rollout/left_out": 2.0},
-        {"step": 4, "engine/bad_logprobs": 5.0, "rollout/left_out": 1.0, "actor/steps": 9.0},
+        {"step": 4, "engine/bad_logprobs": 5.0, "rollout/left_out": 1.0, "rollout/dropped": 2.0},
         {"step": 5, "reward/errors": 2.0, "solver/reward/errors": 1.0, "reward/timeouts": 1.0, "rollout/errors": 8.0},
     ]
     assert list(troubles(steps)) == [
@@ -104,6 +104,7 @@ def test_status_tells_what_a_run_went_on_after():
         "1 samples made the reward function time out (reward/timeouts 1)",
         "8 attempts at a sample failed in the generate step (rollout/errors 8)",
         "6 samples were left out, and trained nothing (rollout/left_out 4, solver/rollout/left_out 2)",
+        "2 groups were dropped, since the generate step or the reward failed on a sample of theirs (rollout/dropped 2)",
     ]
     assert list(troubles(steps[:1])) == []
 

@@ -12,8 +12,10 @@ import sys
 import threading
 
 import pytest
+import yaml
 
 from distflow.cluster.processes import Failure
+from distflow.config.load import load_recipe
 from distflow.launch.cli import run as distflow
 from distflow.launch.commands.export import best_step
 from distflow.launch.observe.run_summary import root_cause, summary
@@ -309,6 +311,30 @@ def test_a_key_with_a_slash_at_its_end_is_all_below_it_in_the_steps_that_have_it
     assert len(capsys.readouterr().out.splitlines()) == 5
     assert distflow(["metrics", "--keys", "other/", *runs_dir(run)]) == 2
     assert "--keys other/: the run has no metric of this name" in capsys.readouterr().err
+    assert distflow(["metrics", "--keys", "mine", *runs_dir(run)]) == 2
+    assert "--keys mine: a group of metrics, not one — below it are mine/a, mine/deep/b; mine/ is" in (
+        capsys.readouterr().err
+    )
+    assert distflow(["metrics", "--keys", "mine/deep", *runs_dir(run)]) == 2
+    assert "below it are mine/deep/b; mine/deep/ is" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("form", "shown"), [("--json", '"mine/a": 0.5'), ("--csv", "4,0.5"), ("", "0.5")])
+def test_the_metrics_that_there_are_are_shown_beside_those_that_are_not(fake_run, capsys, form, shown):
+    run = fake_run({"trainer/0": {"steps": 4}})
+    run.run()
+    with (run.run_dir / "metrics" / "trainer-0.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 4, "term": 0, "mine/a": 0.5}) + "\n")
+    assert distflow(["metrics", "--keys", "mine/b,mine/a,nothing,mine", *filter(None, [form]), *runs_dir(run)]) == 2
+    out, err = capsys.readouterr()
+    assert shown in out
+    assert "--keys" not in out
+    assert [line.partition(" — ")[0] for line in err.splitlines()] == [
+        "--keys mine/b: the run has no metric of this name",
+        "--keys nothing: the run has no metric of this name",
+        "--keys mine: a group of metrics, not one",
+    ]
+    assert "did you mean mine/a?" in err.splitlines()[0]
 
 
 def test_status_tells_of_validation_and_of_the_best_checkpoint(fake_run, capsys):
@@ -435,6 +461,32 @@ def test_rollouts_shows_the_sequences_of_a_sample_together(fake_run, capsys):
     ]
     assert distflow(["rollouts", "--limit", "1", "--json", *runs_dir(run)]) == 0
     assert [line["sequence"] for line in json.loads(capsys.readouterr().out)] == [0, 1]
+
+
+def test_rollouts_tells_the_model_from_its_environment(fake_run, capsys):
+    """By the versions of its tokens, whatever is trained on; of the tokenizer of the run: 2 to 11 are digits."""
+    run = fake_run({"trainer/0": {"steps": 1}})
+    run.run()
+    folder = run.run_dir / "rollouts" / "step_000017"
+    folder.mkdir()
+    turns = [(0, 3, 0, 1), (0, 3, 2, 3), (0, 4, 3, 4)]
+    lines = [
+        {**sample(0, 0, 1, 0.5), "sequence": 0, "response_ids": [3, 4, 5, 6, 12], "policy_versions": turns},
+        {**sample(0, 0, 1, 0.5), "sequence": 1, "response_ids": [3, 1], "policy_versions": [(0, 4, 0, 2)]},
+        {**sample(0, 1, 1, 0.5), "sequence": 0, "response_ids": [3, 1], "policy_versions": [(0, 4, 1, 2)]},
+    ]
+    (folder / "trainer-0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (run.run_dir / "recipe.yaml").write_text(yaml.safe_dump(load_recipe("quickstart").resolved))
+    assert distflow(["rollouts", *runs_dir(run)]) == 0
+    out = capsys.readouterr().out
+    assert "[in brackets]: what the model wrote" in out
+    shown = [line.split(None, 1)[1] for line in out.splitlines() if line.startswith("   response")]
+    assert shown == ["'[1]2[34]='", "'2'", "'1[<eos>]'"]
+    (run.run_dir / "recipe.yaml").unlink()
+    assert distflow(["rollouts", *runs_dir(run)]) == 0
+    out, err = capsys.readouterr()
+    assert "note: what the model wrote is not told apart" in err
+    assert "[" not in out
 
 
 @pytest.mark.parametrize("command", ["status", "logs", "metrics", "rollouts", "stop"])

@@ -201,6 +201,8 @@ def test_zero_is_counted_too(plugins: str) -> None:
     assert batch.dense("reward").tolist() == [1, 0]
     assert "drop_reason" not in batch
     assert ctx.metrics.drain()["reward/errors"] == 1
+    good, bad = batch.texts("extra/reward_error")
+    assert (good, json.loads(bad)) == ("", "RuntimeError: cannot stand this text")
 
 
 @pytest.mark.parametrize("timeout_s", [None, 60.0])
@@ -261,7 +263,7 @@ def test_stop_shows_the_users_frames_first(plugins: str, timeout_s: float | None
     text = str(caught.value)
     assert text.startswith(f'  File "{plugins}", line ')
     assert text.index("in picky") < text.index("in helper") < text.index("cannot stand this text")
-    assert text.index("cannot stand this text") < text.index("in step 'reward' on rollout/1, training step 3")
+    assert text.index("cannot stand this text") < text.index("in step 'reward' on rollout/1, training step 4")
     assert text.endswith("uid (epoch, prompt, position) (0, 9, 70), sample 1")
 
 

@@ -17,6 +17,8 @@ from tests.plugins.test_shipped import Told
 STEPS = """
 import random
 from itertools import pairwise
+from threading import Lock
+from time import sleep
 
 import torch
 
@@ -121,12 +123,12 @@ def of_this_worker_alone(batch, ctx):
 
 
 @step(role="generate", reads=[], writes=["rewards/turns"])
-async def returns_nothing(episode, generate, ctx, *, max_new_tokens=4):
+async def returns_nothing(episode, generate, ctx, *, temperature=1.0, max_new_tokens=4):
     await generate(episode.prompt_ids, SamplingParams(max_new_tokens=max_new_tokens))
 
 
 @step(role="generate", reads=[], writes=[], environment=["replay"])
-async def not_replayable(episode, generate, ctx, *, max_new_tokens=3, max_tokens=30):
+async def not_replayable(episode, generate, ctx, *, temperature=1.0, max_new_tokens=3, max_tokens=30):
     params = SamplingParams(max_new_tokens=max_new_tokens)
     completion = await generate(episode.prompt_ids, params)
     more = [random.choice([3, 4, 5]) for _ in range(4)]
@@ -134,13 +136,13 @@ async def not_replayable(episode, generate, ctx, *, max_new_tokens=3, max_tokens
 
 
 @step(role="generate", reads=[], writes=["rewards/tool_s"], environment=[])
-async def times_a_tool(episode, generate, ctx, *, max_new_tokens=3, max_tokens=30):
+async def times_a_tool(episode, generate, ctx, *, temperature=1.0, max_new_tokens=3, max_tokens=30):
     await generate(episode.prompt_ids, SamplingParams(max_new_tokens=max_new_tokens))
     return {"rewards/tool_s": random.random()}
 
 
 @step(role="generate", reads=[], writes=[])
-async def two_turns_undeclared(episode, generate, ctx, *, max_new_tokens=8):
+async def two_turns_undeclared(episode, generate, ctx, *, temperature=1.0, max_new_tokens=8):
     params = SamplingParams(max_new_tokens=2)
     completion = await generate(episode.prompt_ids, params)
     await generate((*episode.prompt_ids, *completion.response_ids, 3), params)
@@ -149,6 +151,50 @@ async def two_turns_undeclared(episode, generate, ctx, *, max_new_tokens=8):
 @step(role="generate", reads=[], writes=[])
 async def without_a_bound(episode, generate, ctx):
     await generate(episode.prompt_ids, SamplingParams(max_new_tokens=8))
+
+
+@step(role="generate", reads=[], writes=[], environment=["replay"])
+async def no_room_for_tools(episode, generate, ctx, *, temperature=1.0, max_new_tokens=8):
+    await generate(episode.prompt_ids, SamplingParams(max_new_tokens=8))
+
+
+@step(role="generate", reads=[], writes=[])
+async def of_no_column(episode, generate, ctx, *, temperature=1.0, max_new_tokens=8):
+    assert episode.task["answer"]
+    episode.task["nope"]
+    await generate(episode.prompt_ids, SamplingParams(max_new_tokens=8))
+
+
+@step(role="score", reads=["task"], writes=["score"])
+def reads_no_column(batch, ctx):
+    import json
+
+    return batch.with_columns(score=torch.tensor([float(json.loads(task)["level"]) for task in batch.texts("task")]))
+
+
+@step(role="read", reads=[], writes=[])
+def without_a_length(row):
+    return [RowResponse("1")]
+
+
+@step(role="generate", reads=[], writes=[])
+async def unfinished(generate, ctx):
+    pass
+
+
+@step(role="score", reads=[], writes=["score"])
+async def awaits(batch, ctx):
+    pass
+
+
+ALONE = Lock()
+
+
+@step(role="generate", reads=[], writes=[], environment=[])
+def slow(episode, generate, ctx, *, temperature=1.0, max_new_tokens=1, max_tokens=1, seconds=0.0):
+    generate(episode.prompt_ids, SamplingParams(max_new_tokens=1))
+    with ALONE:
+        sleep(seconds)
 """
 FUNCTIONS = """
 from distflow.algorithms.losses import TokenLoss
@@ -209,7 +255,7 @@ def raises(sample):
 
 
 def reads_numbers(sample):
-    return float(sample.task["value"] + 1 > 3)
+    return float(sample.task["answer"] + 1 > 3)
 
 
 def changes_the_task(sample):
@@ -313,11 +359,15 @@ MISTAKES = {
     "no_denominator": r"adds nothing to ctx\.denominators\['policy'\]",
     "mean_of_a_micro_batch": r"its gradient depends on how the batch is cut: norm .* sum the loss over tokens",
     "of_this_worker_alone": r"with two training workers, .* needs ctx\.all_reduce or ctx\.all_gather",
-    "returns_nothing": r"returned \[\]; expected a mapping with a number for each of \['rewards/turns'\]",
+    "returns_nothing": r"returned None; expected a mapping with a number for each of \['rewards/turns'\]",
     "not_replayable": r"makes another sample of the same episode and the same tokens",
     "times_a_tool": r"makes another sample .*'rewards/tool_s' is",
     "two_turns_undeclared": r"asks for more after its first turn.* declares no environment",
-    "without_a_bound": r"lacks the setting max_new_tokens: async def without_a_bound\(",
+    "without_a_bound": r"a generate step needs the settings temperature, max_new_tokens .*max_new_tokens: int = 16",
+    "no_room_for_tools": r"its environment's tokens need room too.*declare max_tokens",
+    "of_no_column": r"(?s)KeyError: 'nope'.*Its tasks were made up, \{\"answer\": \"2\"\}: --data FILE",
+    "reads_no_column": r"(?s)KeyError: 'level'.*Its tasks were made up, \{\"answer\": \"2\"\}: --data FILE",
+    "without_a_length": r"a read step needs the settings max_response_tokens .*max_response_tokens: int = 1024",
     "three_of_two": r"returned 3 values; expected a list of 1 to 2 RowResponse",
     "NoNan": r"(?s)judge\.py.*cannot convert float NaN to integer",
     "detached": r"the loss has no gradient: nothing in it depends on terms\.logprobs",
@@ -330,7 +380,7 @@ MISTAKES = {
     "nan_reward": r"(?s)fails on 15 of \d+ responses, first on '' .*returned reward = nan; expected a finite number",
     "text_reward": r"returned reward = '1\.0'; expected a number",
     "no_reward_key": r"returned keys \['score'\]; expected a number, or a key 'reward'",
-    "raises": r"(?s)judge\.py.*int\(sample\.response\).*ValueError.*Its task was made up, \{.*'solution'.*--data",
+    "raises": r"(?s)judge\.py.*sample\.task\[.solution.\].*KeyError.*Its task was made up, \{'answer': .*--data",
     "changes_the_task": r"changes sample\.task for the response .*: all samples of a prompt share it",
     "moody": r"gives the response .* later: a sample that is made again after a loss",
     "unstable": r"gives another text for a second source .* first at index 0: .* let the index and a seed decide",
@@ -369,6 +419,32 @@ def test_mistakes_are_told_with_their_cure(folder: Path, name: str) -> None:
     report = told_of(name)
     level = "note" if name in ("of_this_worker_alone", "moody", "times_a_tool") else "wrong"
     assert any(re.search(MISTAKES[name], text) for text in report.of(level)), report.findings
+
+
+def test_tasks_are_those_of_real_rows(folder: Path) -> None:
+    """A key is there only if rows have it, with --data and in a recipe alike."""
+    (folder / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2", "nope": 1}\n')
+    assert told_of("of_no_column", data="rows.jsonl").of("wrong") == []
+    (found,) = told_of("of_no_column", data="prompts.jsonl").of("wrong")
+    assert "KeyError: 'nope'" in found
+    assert "made up" not in found
+
+
+def test_all_that_cannot_be_called_are_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["test-plugin", *map(placed, ["unfinished", "moody", "awaits", "nowhere"])]) == 2
+    told = capsys.readouterr().err
+    assert "'unfinished' cannot generate" in told
+    assert "'awaits' is an async function; a step is a plain function" in told
+    assert "defines no 'nowhere'" in told
+
+
+@pytest.mark.long
+def test_each_sample_of_a_generate_step_has_the_time_of_a_call(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All 20 take longer together."""
+    assert run(["test-plugin", placed("slow"), "--with", "seconds=0.8", "--limit", "13"]) == 0
+    assert re.search(r"making samples, \d+ of 20 done", capsys.readouterr().err)
 
 
 def test_what_is_right_is_not_told(folder: Path) -> None:
@@ -423,10 +499,12 @@ def test_a_recipe_without_plug_ins_of_its_own(folder: Path) -> None:
 def test_what_would_take_a_process_with_it_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And the command ends, with all that was started."""
     names = ["hangs", "leaves", "forks", "floods", "floods_too_much", "ends_its_parent", "no_text", "hashed"]
-    assert run(["test-plugin", *map(placed, names), "--limit", "3", "--json"]) == 1
-    found = {one["plugin"].rpartition(":")[2]: one for one in json.loads(capsys.readouterr().out)}
+    assert run(["test-plugin", *map(placed, names), "--limit", "4", "--json"]) == 1
+    out, err = capsys.readouterr()
+    assert re.search(r"^  …      judging the response .* \(\d+ s\)$", err, re.MULTILINE), "while it runs"
+    found = {one["plugin"].rpartition(":")[2]: one for one in json.loads(out)}
     last = {name: found[name]["findings"][-1]["text"] for name in names}
-    assert re.search(r"does not come back within 3 s, judging the response .* with timeout_s beside", last["hangs"])
+    assert re.search(r"does not come back within 4 s, judging the response .* with timeout_s beside", last["hangs"])
     assert re.search(r"ends its process \(exit code 3\), judging the response", last["leaves"])
     assert re.search(r"has printed more than 32 MiB, judging the response", last["floods_too_much"])
     assert "\\ud800 is no text" in " ".join(one["text"] for one in found["no_text"]["findings"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -85,6 +86,8 @@ async def act(episode, generate, ctx, *, kind="away", fails=1, max_new_tokens=4,
         await generate((*prefix, 999), params)
     if fails and kind == "awaits":
         await Other()
+    if fails and kind in ("none", "number", "empty"):
+        return {"none": None, "number": 1.0, "empty": {}}[kind]
     if fails and kind in ("nan", "missing", "text", "huge", "mixed"):
         wrong = {"nan": float("nan"), "text": "one", "huge": 10**400}
         return {"missing": {"reward": 1.0}, "mixed": {1: 1.0, "a": 2.0}}.get(kind) or given | {"reward": wrong[kind]}
@@ -119,6 +122,9 @@ KINDS = {
     "awaits": "RuntimeError: Task got bad yield",
     "nan": "returned {'reward': nan}",
     "missing": "returned ['reward']",
+    "none": "returned None",
+    "number": "returned a float",
+    "empty": "returned {}",
     "text": "returned {'reward': 'one'}",
     "huge": "returned {'reward': 1000",
     "mixed": "returned ['1', 'a']",
@@ -228,6 +234,9 @@ def test_zero_is_the_reward_of_what_it_has_written_whoever_judges_it(tmp_path: P
     assert batch.texts("left_out") == [""] * 3
     assert of_sample(batch, 1).ragged("response_mask").values.any()
     assert batch.dense("reward").tolist() == [1.0, 0.0, 1.0]
+    first, why, last = batch.texts("extra/generate_error")
+    assert (first, last) == ("", "")
+    assert json.loads(why).startswith(KINDS[kind])
     writes = ("reward", "score")
     plan = StepPlan("judge", f"{tmp_path}/acts.py:judge", "score", "sample", None, {}, ("response_text",), writes)
     judged = StepRunner("rollout/0", [plan], {"judge": StepContext("judge")}).call("judge", batch)

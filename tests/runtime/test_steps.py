@@ -188,14 +188,14 @@ def test_what_a_step_raises_is_told_with_its_own_frames_first(file: Path) -> Non
     assert frames.startswith(f'  File "{file}", line 19, in raising\n')
     assert frames.endswith('in helper\n    raise ValueError("not today")\nValueError: not today')
     assert message == (
-        f"step 'judge' ({file}:raising) raised ValueError on rollout/1, training step 6, with uids "
+        f"step 'judge' ({file}:raising) raised ValueError on rollout/1, training step 7, with uids "
         "(epoch, prompt, position) (0, 10, 0), (0, 11, 1), (0, 12, 2), (0, 13, 3) and 2 more in hand"
     )
     assert isinstance(caught.value.__cause__, ValueError)
 
 
 def test_a_failure_without_uids_says_so_by_saying_nothing(file: Path) -> None:
-    with pytest.raises(StepError, match=r"training step 6$"):
+    with pytest.raises(StepError, match=r"training step 7$"):
         runner(file, "raising")[0].call("judge", Batch({"group": torch.arange(2)}))
 
 
@@ -277,7 +277,7 @@ def test_what_a_generate_step_raises_is_told_with_its_prompt(file: Path) -> None
     raised = answered(step, *begun(step), "bad")
     assert isinstance(raised, Raised)
     message = (
-        r"(?s)in drawn\n.*ValueError: not today\nstep 'judge' .* raised ValueError on rollout/1, training step 6, "
+        r"(?s)in drawn\n.*ValueError: not today\nstep 'judge' .* raised ValueError on rollout/1, training step 7, "
         r"with uids \(epoch, prompt, position\) \(0, 12, 7\) in hand"
     )
     with pytest.raises(StepError, match=message):

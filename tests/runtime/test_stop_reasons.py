@@ -33,11 +33,11 @@ REASONS = {
             "flow.steps.filter={call: 'distflow.workers.shaping:dynamic_sampling', with: {keep_every: 0}}",
             f"flow.steps.reward.with.function={HERE}:equal",
         ],
-        r"RefillsExhausted: training step \d+ .*groups were dropped \(equal rewards: \d+\) while 2 are wanted",
+        r"RefillsExhausted: training step \d+, .*groups were dropped \(equal rewards: \d+\) while 2 are wanted",
     ),
     "a step's own drop": (
         [f"flow.steps.mine={{call: '{HERE}:drops_all'}}"],
-        r"RefillsExhausted: training step 0 .*groups were dropped \(too dull: \d+\)",
+        r"RefillsExhausted: training step 1, .*groups were dropped \(too dull: \d+\)",
     ),
     "dropped failures": (
         [
@@ -45,7 +45,7 @@ REASONS = {
             "flow.steps.reward.with.max_error_rate=1.0",
             "batch.max_refills=0",
         ],
-        r"RefillsExhausted: training step \d+ .*groups were dropped \(reward error: \d+\)",
+        r"RefillsExhausted: training step \d+, .*groups were dropped \(reward error: \d+\)",
     ),
     "too many failures": (
         [f"flow.steps.reward.with.function={HERE}:for_some_prompts", "flow.steps.reward.with.on_error=zero"],

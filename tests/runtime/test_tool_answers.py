@@ -86,6 +86,26 @@ async def careless(episode, generate, ctx, *, max_new_tokens=4, max_tokens=60, w
     Path(__file__).with_name("said").write_text(said)
     await generate(episode.prompt_ids, FOUR)
     return {"rewards/told": 1}
+
+
+@step(role="generate", reads=[], writes=["rewards/told"], environment=["replay", "repeatable"])
+def careless_in_thread(episode, generate, ctx, *, max_new_tokens=4, max_tokens=60, what="coroutine"):
+    class Later:
+        def __await__(self):
+            yield
+    tools = {"coroutine": sell_later, "lambda": lambda log, price: sell_later(log, price), "other": lambda *_: Later()}
+    try:
+        ctx.once("sell", tools[what], "", 3)
+    except TypeError as error:
+        Path(__file__).with_name("said").write_text(str(error))
+    generate(episode.prompt_ids, FOUR)
+    return {"rewards/told": 1}
+
+
+@step(role="generate", reads=[], writes=["rewards/told"], environment=["replay", "repeatable"])
+async def lonely(episode, generate, ctx, *, max_new_tokens=4, max_tokens=60):
+    await generate(episode.prompt_ids, FOUR)
+    return {"rewards/told": ctx.shared.count}
 """
 
 
@@ -182,6 +202,29 @@ def test_what_cannot_be_recorded_is_refused_in_the_step(tmp_path: Path, what: st
     finish(samples, engine())
     assert (tmp_path / "said").read_text().startswith(said)
     assert samples.batch([5]).dense("rewards/told").tolist() == [1.0]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("what", ["coroutine", "lambda", "other"])
+def test_a_plain_step_is_told_that_a_tool_is_to_be_awaited(tmp_path: Path, what: str) -> None:
+    samples = trajectories(tmp_path, "careless_in_thread", what=what)
+    finish(samples, engine())
+    said = (tmp_path / "said").read_text()
+    assert said.startswith("ctx.once('sell'): <function ")
+    assert "is to be awaited, and the step is a plain def — let the step be an async def, and await ctx.once" in said
+
+
+def test_what_nothing_was_set_up_for_names_setup(tmp_path: Path) -> None:
+    """A mistake of the declaration, which ends the run at the first sample."""
+    with pytest.raises(UserError, match=r"(?s)ctx\.shared: step 'sample' has no `setup` .*setup=clients.*async def cl"):
+        finish(trajectories(tmp_path, "lonely"), engine())
+    context = StepContext("mine")
+    with pytest.raises(UserError, match="step 'mine' has no `setup`"):
+        context.shared  # noqa: B018
+    with pytest.raises(AttributeError, match="no attribute 'sharde'"):
+        context.sharde  # noqa: B018
+    context.shared = None
+    assert context.shared is None, "what a setup has yielded"
 
 
 def test_an_owner_keeps_answers_beside_what_is_reserved_for_tokens() -> None:

@@ -115,7 +115,7 @@ def test_verdicts_of_a_slow_reward_are_signs_of_progress(make: Make) -> None:
 
     judging = threading.Thread(target=judge)
     judging.start()
-    with pytest.raises(NoProgressError, match="samples of training step 0"):
+    with pytest.raises(NoProgressError, match="samples of training step 1"):
         next(world.training.receive(next(world.steps())))
     assert judged == 20
     judging.join()
@@ -166,7 +166,7 @@ def test_batches_begin_as_soon_as_the_token_budget_is_full(make: Make) -> None:
     assert len(groups) == 4
     # Position 0 alone is below the budget, so the stream goes on waiting, and says for what.
     world.finish(groups[:1])
-    with pytest.raises(NoProgressError, match=r"samples of training step 0 from rollout/0 .* no sign of progress"):
+    with pytest.raises(NoProgressError, match=r"samples of training step 1 from rollout/0 .* no sign of progress"):
         next(stream)
     world.finish(groups[1:3])
     stream = world.training.receive(t)
@@ -207,7 +207,7 @@ def test_unstreamed_training_waits_for_the_whole_set_and_takes_it_in_order(make:
     world.submit()
     groups = [group for _ in range(TOKENS) for group in world.decode()]
     world.finish(groups[:0:-1])
-    with pytest.raises(NoProgressError, match="samples of training step 0"):
+    with pytest.raises(NoProgressError, match="samples of training step 1"):
         next(world.training.receive(t))
     world.finish(groups[:1])
     assert [positions(batch) for batch in world.training.receive(t)] == [[0, 1, 2, 3]]
@@ -218,7 +218,7 @@ def test_nothing_to_train_on_is_an_error_and_not_a_step(make: Make) -> None:
     t = next(world.steps())
     world.generate_all()
     list(world.training.receive(t))
-    with pytest.raises(WorkerFailed, match=r"training step 0: nothing to train 'policy' on .*response_mask"):
+    with pytest.raises(WorkerFailed, match=r"training step 1: nothing to train 'policy' on .*response_mask"):
         world.training.apply("policy")
     assert ("apply", 0.0) not in world.backend.events
 
@@ -242,7 +242,7 @@ def test_dropped_groups_are_replaced_until_the_refills_are_exhausted(make: Make)
     assert [group.lease.position for group in more] == [4, 5]
     world.finish(more, {4: "too dull"})
     look(world.inbound, world.node.board, world.now)
-    with pytest.raises(RefillsExhausted, match=r"training step 0 .*ledger 0: 2 groups were dropped \(too dull: 2\)"):
+    with pytest.raises(RefillsExhausted, match=r"training step 1, ledger 0: 2 groups were dropped \(too dull: 2\)"):
         list(world.training.receive(t))
 
 

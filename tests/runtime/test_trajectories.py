@@ -335,7 +335,7 @@ def test_a_turn_has_no_more_tokens_than_the_sample_has_left(tmp_path: Path) -> N
         (
             "leaving",
             None,
-            r"(?s)in leaving\n.*raised SystemExit on rollout/0, training step 0, with uids .*\(0, 1, 5\)",
+            r"(?s)in leaving\n.*raised SystemExit on rollout/0, training step 1, with uids .*\(0, 1, 5\)",
         ),
     ],
 )

@@ -161,7 +161,7 @@ def test_a_model_without_a_token_to_train_on_is_left_out(how: str) -> None:
     updates.begin(1, 1)
     for _ in updates.epochs(batches[1:]):
         account = updates.account()
-        with pytest.raises(WorkerFailed, match=r"training step 1: nothing to train 'policy' on — no step accumulated"):
+        with pytest.raises(WorkerFailed, match=r"training step 2: nothing to train 'policy' on — no step accumulated"):
             updates.apply("policy", lambda account=account: [account], lambda: None)  # type: ignore[misc]
 
 

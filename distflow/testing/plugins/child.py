@@ -11,7 +11,7 @@ from typing import Any, TextIO
 from distflow.errors import DistflowError
 from distflow.flow.resolve import find_named
 from distflow.testing.plugins.findings import IMPORTING, Level, SuiteReport
-from distflow.testing.plugins.mentions import made_up_tasks, task_keys
+from distflow.testing.plugins.mentions import made_up_tasks, needed_keys
 from distflow.testing.plugins.subjects import Subject
 from distflow.workers.reward_process import die_with_writer
 
@@ -19,6 +19,23 @@ TASKS = 16
 MADE_UP: tuple[Callable[[int], Any], ...] = (str, int, lambda n: [n], lambda n: {"answer": str(n), "value": n})
 """What an answer may be; the first with which a reward function works is taken."""
 Tasks = Sequence[tuple[str, str]]
+
+
+class MadeUp:
+    """A report of a plug-in that gets made-up tasks, which says so where it misses a key."""
+
+    def __init__(self, report: SuiteReport, task: str) -> None:
+        self._report = report
+        self._task = task
+
+    def begin(self, what: str) -> None:
+        """The plug-in is called next."""
+        self._report.begin(what)
+
+    def add(self, level: Level, text: str) -> None:
+        """A finding."""
+        more = f"\nIts tasks were made up, {self._task}: --data FILE gives it real ones, a recipe those of its data"
+        self._report.add(level, f"{text}{more}" if level == "wrong" and "KeyError" in text else text)
 
 
 class Lines:
@@ -110,6 +127,7 @@ def _run_step(subject: Subject, report: SuiteReport, tasks: Tasks) -> object:
     from distflow.testing.plugins.trial import Trial
 
     trial = Trial(subject)
+    report = report if subject.data is not None else MadeUp(report, tasks[0][1])
     if subject.kind == "generate":
         return run_generate_suite(trial, report, tasks)
     result = run_step_suite(trial, report, tasks)
@@ -123,11 +141,11 @@ def _tasks(subject: Subject, report: SuiteReport) -> Tasks:
         from distflow.testing.plugins.source_suite import tasks_of
 
         return tasks_of(subject, TASKS)
-    keys = task_keys(find_named(subject.call).text)
     if subject.kind == "read":
-        texts = dict.fromkeys((*keys, "response", "answer", "chosen"), "some text")
+        texts = dict.fromkeys(("response", "answer", "chosen"), "some text")
         rows = [{**texts, "rejected": f"other text {n}", "label": n % 2 == 0} for n in range(4)]
         return [("some prompt", json.dumps(row)) for row in rows]
+    keys = needed_keys(find_named(subject.call).node)
     made = [made_up_tasks(keys, value) for value in MADE_UP]
     if subject.kind != "reward":
         return made[0]

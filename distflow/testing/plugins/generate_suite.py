@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -32,14 +32,9 @@ def run_generate_suite(trial: Trial, report: SuiteReport, tasks: Sequence[tuple[
     """Run the suite; returns the samples, None if there are none."""
     report.begin(IMPORTING)
     try:
-        if not {"max_new_tokens", "max_tokens"} & trial.plan.settings.keys():
-            name = trial.plan.call.rpartition(":")[2]
-            raise UserError(
-                f"lacks the setting max_new_tokens: async def {name}(episode, generate, ctx, *, max_new_tokens=16)"
-            )
         room = sample_tokens(trial.plan.settings)
-        desk = _Desk(trial, tasks)
-        report.begin("making samples")
+        desk = _Desk(trial, report, tasks)
+        desk.begin("making samples")
         first = desk.batch(desk.made(range(GROUPS)))
     except DistflowError as error:
         report.add("wrong", told(error))
@@ -64,15 +59,26 @@ class _Endless(Exception):
 class _Desk:
     """Makes samples of a step under test, as a worker would."""
 
-    def __init__(self, trial: Trial, tasks: Sequence[tuple[str, str]]) -> None:
+    def __init__(self, trial: Trial, report: SuiteReport, tasks: Sequence[tuple[str, str]]) -> None:
         self.trial = trial
+        self._report = report
         self._tasks = tasks
+        self._does = ""
         self._make(range(1))
 
     @property
     def promises(self) -> bool:
         """Tell whether the step says that its samples can be made again."""
         return self.trial.plan.environment != ()
+
+    def begin(self, what: str) -> None:
+        """Tell what samples are made for now."""
+        self._does = what
+        self._report.begin(what)
+
+    def _done(self, count: int) -> None:
+        # Each of them is a call, and has its time.
+        self._report.begin(f"{self._does}, {count} of {GROUPS * SAMPLES} done")
 
     def _make(self, positions: Iterable[int]) -> Trajectories:
         context = StepContext(NAME, worker=WORKER, seed=3, samples_per_prompt=SAMPLES, tokenizer=TOKENIZER)
@@ -90,7 +96,7 @@ class _Desk:
     def made(self, positions: Iterable[int]) -> Trajectories:
         """All samples of these groups, finished."""
         samples = self._make(positions)
-        _drive(samples, _engine(), samples.begin([self._lease(position) for position in positions]))
+        _drive(samples, _engine(), samples.begin([self._lease(position) for position in positions]), self._done)
         return samples
 
     def batch(self, samples: Trajectories) -> Batch:
@@ -100,12 +106,14 @@ class _Desk:
     def continued(self, steps: int) -> Trajectories:
         """The same after another worker has begun them, and was lost after some decode steps."""
         lost, engine = self._make(range(GROUPS)), _engine()
-        had = _drive(lost, engine, lost.begin([self._lease(position) for position in range(GROUPS)]), steps)
+        requests = lost.begin([self._lease(position) for position in range(GROUPS)])
+        had = _drive(lost, engine, requests, self._done, steps)
         begun: dict[int, list[BegunSample]] = {position: [] for position in range(GROUPS)}
         for output in had:
             begun[output.position].append(output.begun)
         samples = self._make(range(GROUPS))
-        _drive(samples, _engine(), samples.begin([self._lease(position, of) for position, of in begun.items()]))
+        requests = samples.begin([self._lease(position, of) for position, of in begun.items()])
+        _drive(samples, _engine(), requests, self._done)
         return samples
 
 
@@ -118,13 +126,18 @@ def _engine() -> FakeEngine:
 
 
 def _drive(
-    samples: Trajectories, engine: FakeEngine, requests: Sequence[SampleRequest], steps: int = POLLS
+    samples: Trajectories,
+    engine: FakeEngine,
+    requests: Sequence[SampleRequest],
+    tell: Callable[[int], None],
+    steps: int = POLLS,
 ) -> list[SampleOutput]:
-    """Decode until every sample is finished, or for some steps; returns what all samples have then, by calls."""
+    """Decode until every sample is finished, or for some steps; returns what all samples have then, by calls. `tell`
+    hears how many are finished."""
     samples.submit(engine, requests)
     wanted, finished = samples.take([])
     samples.submit(engine, wanted)
-    done = [call for sample in finished for call in sample.calls]
+    done, count = [call for sample in finished for call in sample.calls], len(finished)
     for _ in range(steps):
         if not samples.left:
             return done
@@ -132,6 +145,9 @@ def _drive(
             raise _Endless
         wanted, finished = samples.take(samples.poll(engine))
         done += [call for sample in finished for call in sample.calls]
+        if finished:
+            count += len(finished)
+            tell(count)
         samples.submit(engine, wanted)
     if steps == POLLS and samples.left:
         raise _Endless
@@ -140,7 +156,7 @@ def _drive(
 
 def _test_again(desk: _Desk, report: SuiteReport, first: Batch) -> None:
     """In the reverse order, after others: a sample is a function of its episode and of what the model writes."""
-    report.begin("making the samples again, in another order")
+    desk.begin("making the samples again, in another order")
     try:
         again = desk.batch(desk.made(reversed(range(GROUPS))))
     except (DistflowError, _Endless) as error:
@@ -160,7 +176,7 @@ def _test_again(desk: _Desk, report: SuiteReport, first: Batch) -> None:
 def _test_replay(desk: _Desk, report: SuiteReport, first: Batch) -> None:
     declared = "environment lists 'replay'" if desk.trial.plan.environment is not None else "it declares no environment"
     for steps in CUT_AFTER:
-        report.begin(f"going on with samples that were begun elsewhere, after {steps} decode steps")
+        desk.begin(f"going on with samples that were begun elsewhere, after {steps} decode steps")
         try:
             again = desk.batch(desk.continued(steps))
         except (StepError, UserError, _Endless) as error:

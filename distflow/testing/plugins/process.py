@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from math import isclose, isnan
@@ -34,6 +34,8 @@ START_S = 120.0
 FLOOD, TOO_MUCH = 1 << 16, 32 << 20
 """Bytes of output that are worth a note, and that end the test."""
 SHOWN_OUTPUT = 2000
+QUIET_S = 3.0
+"""So often it is told what a test is at."""
 _BOOT = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
     "from distflow.testing.plugins.child import serve; serve(*sys.argv[2:])"
@@ -73,14 +75,23 @@ def find_subjects(names: Sequence[str], kind: str | None, settings: Sequence[str
     if kind is not None:
         check_kind(kind)
     given = dict(_setting(text) for text in settings)
-    found: list[Subject] = []
+    source = None if data is None else _data(data)
+    found, errors = list[Subject](), list[UserError]()
     for name in names:
-        if ":" not in name:
-            found += _of_recipe(name, kind, given)
-            continue
-        call = absolute(name)
-        found.append(Subject(name, call, kind or kind_of(call), given, None if data is None else _data(data)))
+        try:
+            found += [_named(name, kind, given, source)] if ":" in name else _of_recipe(name, kind, given)
+        except UserError as error:
+            errors.append(error)
+    if len(errors) > 1:
+        raise UserError("\n".join(map(str, errors)))
+    if errors:
+        raise errors[0]
     return found
+
+
+def _named(name: str, kind: str | None, settings: Mapping[str, Any], data: str | None) -> Subject:
+    call = absolute(name)
+    return Subject(name, call, kind or kind_of(call), settings, data)
 
 
 def _of_recipe(name: str, kind: str | None, settings: Mapping[str, Any]) -> list[Subject]:
@@ -112,16 +123,16 @@ def _data(data: str) -> str:
     return str(Path(data).resolve())
 
 
-def examine(subject: Subject, limit_s: float = LIMIT_S) -> Tested:
-    """Test one plug-in; each call of it may take `limit_s`."""
+def examine(subject: Subject, limit_s: float = LIMIT_S, tell: Callable[[str], None] = lambda line: None) -> Tested:
+    """Test one plug-in; each call of it may take `limit_s`. `tell` gets lines about what takes its time."""
     with _Child(subject, hash_seed=0) as first:
         if subject.kind in ("engine", "backend"):
-            return first.watch(limit_s)
+            return first.watch(limit_s, tell)
         with _Child(subject, hash_seed=1) as second:
-            tested = first.watch(limit_s)
+            tested = first.watch(limit_s, tell)
             if not tested.passed or tested.gave is None:
                 return tested
-            again = second.watch(limit_s)
+            again = second.watch(limit_s, tell)
     apart = again.findings[-1].text if not again.passed else unlike(tested.gave, again.gave)
     if apart:
         text = f"two processes do not agree: {apart} — it must not depend on hash(), the order of sets, or the time"
@@ -182,9 +193,10 @@ class _Child:
     def __enter__(self) -> Self:
         return self
 
-    def watch(self, limit_s: float) -> Tested:
+    def watch(self, limit_s: float, tell: Callable[[str], None]) -> Tested:
         """Until the suite is over, the process has ended, or a call takes too long; returns what was found out."""
         self.since = time.monotonic()
+        began = told = self.since
         with selectors.DefaultSelector() as selector:
             selector.register(self._told, selectors.EVENT_READ, self._read_lines)
             selector.register(self._output, selectors.EVENT_READ, self._read_output)
@@ -194,7 +206,10 @@ class _Child:
                 if left <= 0:
                     self._late(limit)
                     return self.tested
-                for key, _ in selector.select(left):
+                if time.monotonic() - told >= QUIET_S and self.doing:
+                    told = time.monotonic()
+                    tell(f"  …      {self.doing} ({told - began:.0f} s)")
+                for key, _ in selector.select(min(left, QUIET_S)):
                     if not key.data():
                         selector.unregister(key.fileobj)
         if not self.over:

@@ -13,6 +13,8 @@ from distflow.errors import DistflowError, UserError
 from distflow.flow.resolve import check_call, resolve
 from distflow.flow.step import READ
 from distflow.flow.step_declaration import read_declaration
+from distflow.flow.step_settings import merged
+from distflow.flow.structure import lacking_settings
 from distflow.flow.trackers import TrackedRun, Tracker
 from distflow.runtime.steps import user_code
 from distflow.testing.plugins.findings import IMPORTING, SuiteReport, cut
@@ -23,7 +25,11 @@ def run_read_suite(subject: Subject, report: SuiteReport, tasks: Sequence[Mappin
     """A read step on rows; returns what it made of them, None where it cannot be used at all."""
     report.begin(IMPORTING)
     try:
-        spec = read_declaration(subject.call).spec
+        declaration = read_declaration(subject.call)
+        spec = declaration.spec
+        for message, hint in lacking_settings(spec, merged(subject.settings, declaration.parameters)):
+            report.add("wrong", f"{message} — {hint}")
+            return None
         function = resolve(subject.call)
         check_call(subject.call, function, ("row",), tuple(subject.settings))
         own = [name for name in spec.writes if name not in READ]

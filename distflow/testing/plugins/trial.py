@@ -18,6 +18,7 @@ from distflow.errors import DistflowError, Problems, StepError, UserError
 from distflow.flow.graph import StepNode, read_step
 from distflow.flow.plan import StepPlan
 from distflow.flow.resolve import find_named
+from distflow.flow.structure import lacking_settings
 from distflow.runtime.protocols import BackendSpec
 from distflow.runtime.steps import StepContext, StepRunner, split
 from distflow.testing.plugins.batches import TOKENIZER, changed_in_place, copied
@@ -27,7 +28,7 @@ from distflow.workers.backends.torch_backend import TorchBackend
 
 NAME, MODEL, WORKER = "mine", "policy", "worker/0"
 _WHERE = re.compile(r"(^|\n)step 'mine' \(.*?\) on worker/0:? ?")
-_UIDS = re.compile(r", training step 0, with uids .* in hand$")
+_UIDS = re.compile(r", training step 1, with uids .* in hand$")
 
 
 class WatchedBackend(TorchBackend):
@@ -108,6 +109,8 @@ class Trial:
         problems = Problems(lambda key: "")
         config = StepConfig.model_validate({"call": call, "with": settings, "model": MODEL})
         node = read_step(NAME, config, NAME, problems)
+        for message, hint in () if node is None else lacking_settings(node.declaration.spec, node.settings):
+            problems.add(NAME, message, hint)
         if problems or node is None:
             raise UserError("\n".join(_told(problem.key, problem.message, problem.hint) for problem in problems))
         self.plan = _plan(node, call)
