@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import count
 from numbers import Integral
 from queue import SimpleQueue
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -56,6 +56,8 @@ STUCK_S = 60.0
 LOOK_EVERY_S = 0.25
 """So often it tells what its episodes wait for."""
 CHUNK = 1 << 18
+MOST_BYTES = 256 << 20
+"""Of a message: tokens of a context that no model has."""
 _LENGTH = 4
 Measure = Literal["mean", "explained", "max", "min", "add", "set"]
 log = logger(__name__)
@@ -192,7 +194,7 @@ class StepMeasured(msgspec.Struct, tag=True):
 
     measure: Measure
     name: str
-    values: list[Any]
+    values: list[float | tuple[float, ...]]
 
 
 FromProcess = (
@@ -213,14 +215,21 @@ _ENCODER = msgspec.msgpack.Encoder(enc_hook=_number)
 
 
 def frame(message: msgspec.Struct) -> bytes:
-    """Write a message with its length before it."""
+    """Write a message with its length before it; raises ValueError for one that is too long."""
     data = _ENCODER.encode(message)
+    if len(data) > MOST_BYTES - _LENGTH:
+        raise ValueError(f"{len(data)} bytes are too much for the process of episodes; at most {MOST_BYTES}")
     return len(data).to_bytes(_LENGTH, "big") + data
 
 
 def frames(received: bytearray) -> Iterator[bytes]:
-    """Take the whole frames from what was received."""
-    while len(received) >= _LENGTH and len(received) >= (end := _LENGTH + int.from_bytes(received[:_LENGTH], "big")):
+    """Take the whole frames from what was received; raises ValueError for one that is too long to be one."""
+    while len(received) >= _LENGTH:
+        end = _LENGTH + int.from_bytes(received[:_LENGTH], "big")
+        if end > MOST_BYTES:
+            raise ValueError(f"a message of {end} bytes; at most {MOST_BYTES}")
+        if len(received) < end:
+            return
         yield bytes(received[_LENGTH:end])
         del received[:end]
 
@@ -454,7 +463,7 @@ class _Life:
             try:
                 for data in frames(received):
                     self._hear(FROM_PROCESS.decode(data))
-            except msgspec.MsgspecError as error:
+            except (msgspec.MsgspecError, ValueError) as error:
                 # A step may write wherever it likes, there.
                 self._kill(f"it wrote what is no message ({error})")
                 break
