@@ -41,7 +41,16 @@ import setproctitle
 
 from tests.polling import STARTED, Patience
 
-MODULES = ("distflow.launch.commands.launch", "distflow.launch.deploy.host_checks", "distflow.runtime.main")
+MODULES = (
+    "distflow.config.compose",
+    "distflow.launch.cli",
+    "distflow.launch.commands.launch",
+    "distflow.launch.commands.metrics",
+    "distflow.launch.deploy.host_checks",
+    "distflow.launch.deploy.hostfile",
+    "distflow.launch.deploy.launcher",
+    "distflow.workers.engines.torch_options",
+)
 """Imported in the server besides what the fork server of a run preloads. Not what is executed as `__main__`."""
 FORKED = ("distflow.launch.agent.agent", "distflow.launch.agent.fork_server")
 """What warm processes start by forking: `python -m MODULE …`."""

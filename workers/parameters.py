@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from distflow.errors import UserError
 from distflow.workers.models import outline
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
 from collections.abc import Iterable
 
 from distflow.types import Version
+
+# transformers compiles some six hundred patterns when it is first asked how a model is stored, and keeps them: once for
+# all workers of a host, whose fork server imports this, and not in each of them.
+get_checkpoint_conversion_mapping("")
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -142,11 +142,12 @@ def read_declaration(call: str) -> StepDeclaration:
         spec, parameters = _with_further_settings(source, spec, parameters)
     # A read step has no context.
     context = parameters.positional[1] if len(parameters.positional) > 1 else ""
-    keeps_state = _uses(node, context, "state")
-    head = spec.head or _head(node, context)
+    parts = tuple(ast.walk(node))
+    keeps_state = _uses(parts, context, "state")
+    head = spec.head or _head(parts, context)
     about = (call, source.file, node.lineno, source.text, spec, parameters)
     blocks = tuple(f"{call}(…) at {source.file}:{line}" for call, line in _blocking(source))
-    return StepDeclaration(*about, keeps_state, _drops(node), head, blocks)
+    return StepDeclaration(*about, keeps_state, _drops(node, parts), head, blocks)
 
 
 def _with_further_settings(source: Source, spec: StepSpec, parameters: Parameters) -> tuple[StepSpec, Parameters]:
@@ -205,10 +206,10 @@ def _imported(file: ast.Module) -> dict[str, str]:
     return found
 
 
-def _head(node: ast.AST, ctx: str) -> str | None:
+def _head(parts: Iterable[ast.AST], ctx: str) -> str | None:
     """What a function asks its model for, if it does so in its own source, and always for the same."""
     found = set()
-    for part in ast.walk(node):
+    for part in parts:
         match part:
             case ast.Attribute(value=ast.Attribute(value=ast.Name(id=name), attr="backend"), attr=method) if (
                 name == ctx
@@ -217,25 +218,24 @@ def _head(node: ast.AST, ctx: str) -> str | None:
     return found.pop() if len(found) == 1 else None
 
 
-def _drops(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Literal["", "declared", "named"]:
-    if any(_occurs(DROP_REASON, decorator) for decorator in node.decorator_list):
+def _drops(node: ast.FunctionDef | ast.AsyncFunctionDef, parts: Iterable[ast.AST]) -> Literal["", "declared", "named"]:
+    if any(_is(DROP_REASON, part) for decorator in node.decorator_list for part in ast.walk(decorator)):
         return "declared"
-    leaves_out = any(isinstance(part, ast.keyword) and part.arg == LEFT_OUT for part in ast.walk(node))
-    return "named" if leaves_out or _occurs(DROP_REASON, node) else ""
+    named = (_is(DROP_REASON, part) or (isinstance(part, ast.keyword) and part.arg == LEFT_OUT) for part in parts)
+    return "named" if any(named) else ""
 
 
-def _occurs(name: str, node: ast.AST) -> bool:
+def _is(name: str, part: ast.AST) -> bool:
     """Whether a text, or an argument of a call, is just this."""
-    return any(
-        (isinstance(part, ast.Constant) and part.value == name) or (isinstance(part, ast.keyword) and part.arg == name)
-        for part in ast.walk(node)
+    return (isinstance(part, ast.Constant) and part.value == name) or (
+        isinstance(part, ast.keyword) and part.arg == name
     )
 
 
-def _uses(node: ast.AST, of: str, attribute: str) -> bool:
+def _uses(parts: Iterable[ast.AST], of: str, attribute: str) -> bool:
     """Whether `of.attribute` occurs in the source of a function."""
-    parts = (part for part in ast.walk(node) if isinstance(part, ast.Attribute) and part.attr == attribute)
-    return any(isinstance(part.value, ast.Name) and part.value.id == of for part in parts)
+    found = (part for part in parts if isinstance(part, ast.Attribute) and part.attr == attribute)
+    return any(isinstance(part.value, ast.Name) and part.value.id == of for part in found)
 
 
 def read_parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Parameters:

@@ -40,8 +40,14 @@ PRELOAD = (
     "transformers.models.auto.tokenization_auto",
     "transformers.models.qwen2.modeling_qwen2",
     "distflow.runtime.main",
+    "distflow.workers.backends.torch_backend",
+    "distflow.workers.engines.torch_engine",
+    "distflow.workers.critic",
+    "distflow.workers.reward",
+    "distflow.workers.rollout",
+    "distflow.workers.trainer",
 )
-"""What nearly every worker imports. It starts no thread, which the fork server checks, and touches no device."""
+"""What every worker imports, or one of two. It starts no thread, as the fork server checks, and touches no device."""
 Send = Callable[[str, str, Mapping[str, Any]], object]
 log = logger(__name__)
 WAITING = 8

@@ -40,6 +40,13 @@ from tests.comm.lane_processes import (
 from tests.polling import eventually
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _kept() -> None:
+    """Looking for garbage among what thousands of other tests have left takes seconds each time: only once."""
+    gc.collect()
+    gc.freeze()
+
+
 class Ends:
     """A writer and a reader in one process; `kept` holds the rows that have arrived."""
 
