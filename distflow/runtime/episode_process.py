@@ -47,8 +47,10 @@ from distflow.runtime.metrics import MetricStore
 from distflow.runtime.sample_errors import EpisodeFailed
 from distflow.types import CallNumber, Completion, Episode, FinishReason, SampleKey, Uid
 
-ROUND_TRIP_S = 0.01
-"""So long the engine's thread waits for the process, which itself waits for episodes, but for some patience."""
+ROUND_TRIP_S = 0.05
+"""So long the engine's thread waits for word from the process, which itself waits for episodes, but for some patience:
+on a busy machine the way there and back takes as long. One that has not answered is not waited for again before it
+does: something in it lets no other thread run."""
 BOOT_S = 120.0
 """So long it may take to import the steps, on a busy machine."""
 STUCK_S = 60.0
@@ -315,7 +317,8 @@ class EpisodeProcess:
         self._crowded = crowded
         self._patience = SettlePatience(ROUND_TRIP_S)
         self._numbers = count(1)
-        self._posted = 0
+        self._posted = self._missed = 0
+        """Numbers of posts: the newest one, and the one that was given up last."""
         self._episodes = 0
         self._calls: list[LoopCall] = []
         """Of the next post."""
@@ -331,7 +334,7 @@ class EpisodeProcess:
     def post(self, calls: Collection[Callable[[], None]], moving: Collection[object] = ()) -> None:
         """Have the process run these, in this order."""
         if self._life.over:
-            self._life = self._begin_life()
+            self._life, self._missed = self._begin_life(), 0
         for call in calls:
             call()
         told, self._calls = self._calls, []
@@ -349,7 +352,9 @@ class EpisodeProcess:
         life = self._life
         life.await_start()
         with life.changed:
-            self._patience.wait(life.changed, lambda: life.settled >= self._posted or life.over)
+            if life.settled >= self._missed:
+                found = self._patience.wait(life.changed, lambda: life.settled >= self._posted or life.over)
+                self._missed = 0 if found else self._posted
 
     def blocked(self) -> str:
         """Where a coroutine holds up all others, as the process has last said."""
