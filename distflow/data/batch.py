@@ -45,7 +45,8 @@ class Ragged:
     @classmethod
     def from_texts(cls, texts: Sequence[str]) -> Ragged:
         """Build a text column from strings."""
-        encoded = [text.encode() for text in texts]
+        # A text that people or their tools made may have half of a surrogate pair, as JSON can write one.
+        encoded = [text.encode(errors="backslashreplace") for text in texts]
         lengths = torch.tensor([0, *[len(text) for text in encoded]], dtype=torch.int64)
         joined = bytearray(b"".join(encoded))
         values = torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0, dtype=torch.uint8)

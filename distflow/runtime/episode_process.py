@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import count
 from numbers import Integral
 from queue import SimpleQueue
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -47,8 +47,10 @@ from distflow.runtime.metrics import MetricStore
 from distflow.runtime.sample_errors import EpisodeFailed
 from distflow.types import CallNumber, Completion, Episode, FinishReason, SampleKey, Uid
 
-ROUND_TRIP_S = 0.01
-"""So long the engine's thread waits for the process, which itself waits for episodes, but for some patience."""
+ROUND_TRIP_S = 0.05
+"""So long the engine's thread waits for word from the process, which itself waits for episodes, but for some patience:
+on a busy machine the way there and back takes as long. One that has not answered is not waited for again before it
+does: something in it lets no other thread run."""
 BOOT_S = 120.0
 """So long it may take to import the steps, on a busy machine."""
 STUCK_S = 60.0
@@ -56,6 +58,8 @@ STUCK_S = 60.0
 LOOK_EVERY_S = 0.25
 """So often it tells what its episodes wait for."""
 CHUNK = 1 << 18
+MOST_BYTES = 256 << 20
+"""Of a message: tokens of a context that no model has."""
 _LENGTH = 4
 Measure = Literal["mean", "explained", "max", "min", "add", "set"]
 log = logger(__name__)
@@ -192,7 +196,7 @@ class StepMeasured(msgspec.Struct, tag=True):
 
     measure: Measure
     name: str
-    values: list[Any]
+    values: list[float | tuple[float, ...]]
 
 
 FromProcess = (
@@ -213,14 +217,21 @@ _ENCODER = msgspec.msgpack.Encoder(enc_hook=_number)
 
 
 def frame(message: msgspec.Struct) -> bytes:
-    """Write a message with its length before it."""
+    """Write a message with its length before it; raises ValueError for one that is too long."""
     data = _ENCODER.encode(message)
+    if len(data) > MOST_BYTES - _LENGTH:
+        raise ValueError(f"{len(data)} bytes are too much for the process of episodes; at most {MOST_BYTES}")
     return len(data).to_bytes(_LENGTH, "big") + data
 
 
 def frames(received: bytearray) -> Iterator[bytes]:
-    """Take the whole frames from what was received."""
-    while len(received) >= _LENGTH and len(received) >= (end := _LENGTH + int.from_bytes(received[:_LENGTH], "big")):
+    """Take the whole frames from what was received; raises ValueError for one that is too long to be one."""
+    while len(received) >= _LENGTH:
+        end = _LENGTH + int.from_bytes(received[:_LENGTH], "big")
+        if end > MOST_BYTES:
+            raise ValueError(f"a message of {end} bytes; at most {MOST_BYTES}")
+        if len(received) < end:
+            return
         yield bytes(received[_LENGTH:end])
         del received[:end]
 
@@ -306,7 +317,8 @@ class EpisodeProcess:
         self._crowded = crowded
         self._patience = SettlePatience(ROUND_TRIP_S)
         self._numbers = count(1)
-        self._posted = 0
+        self._posted = self._missed = 0
+        """Numbers of posts: the newest one, and the one that was given up last."""
         self._episodes = 0
         self._calls: list[LoopCall] = []
         """Of the next post."""
@@ -322,7 +334,7 @@ class EpisodeProcess:
     def post(self, calls: Collection[Callable[[], None]], moving: Collection[object] = ()) -> None:
         """Have the process run these, in this order."""
         if self._life.over:
-            self._life = self._begin_life()
+            self._life, self._missed = self._begin_life(), 0
         for call in calls:
             call()
         told, self._calls = self._calls, []
@@ -340,7 +352,9 @@ class EpisodeProcess:
         life = self._life
         life.await_start()
         with life.changed:
-            self._patience.wait(life.changed, lambda: life.settled >= self._posted or life.over)
+            if life.settled >= self._missed:
+                found = self._patience.wait(life.changed, lambda: life.settled >= self._posted or life.over)
+                self._missed = 0 if found else self._posted
 
     def blocked(self) -> str:
         """Where a coroutine holds up all others, as the process has last said."""
@@ -454,7 +468,7 @@ class _Life:
             try:
                 for data in frames(received):
                     self._hear(FROM_PROCESS.decode(data))
-            except msgspec.MsgspecError as error:
+            except (msgspec.MsgspecError, ValueError) as error:
                 # A step may write wherever it likes, there.
                 self._kill(f"it wrote what is no message ({error})")
                 break

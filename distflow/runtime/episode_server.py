@@ -140,27 +140,27 @@ class ToldMetrics(MetricStore):
 
     def mean(self, name: str, value: float, weight: float = 1.0) -> None:
         """Add `value` with `weight` to a mean."""
-        self._tell(StepMeasured("mean", name, [value, weight]))
+        self._tell(StepMeasured("mean", name, [float(value), float(weight)]))
 
     def explained(self, name: str, sums: tuple[float, float, float, float, float]) -> None:
         """Add to an explained variance."""
-        self._tell(StepMeasured("explained", name, [sums]))
+        self._tell(StepMeasured("explained", name, [tuple(map(float, sums))]))
 
     def max(self, name: str, value: float) -> None:
         """Keep the largest."""
-        self._tell(StepMeasured("max", name, [value]))
+        self._tell(StepMeasured("max", name, [float(value)]))
 
     def min(self, name: str, value: float) -> None:
         """Keep the smallest."""
-        self._tell(StepMeasured("min", name, [value]))
+        self._tell(StepMeasured("min", name, [float(value)]))
 
     def add(self, name: str, value: float) -> None:
         """Add to a sum."""
-        self._tell(StepMeasured("add", name, [value]))
+        self._tell(StepMeasured("add", name, [float(value)]))
 
     def set(self, name: str, value: float) -> None:
         """Set a value."""
-        self._tell(StepMeasured("set", name, [value]))
+        self._tell(StepMeasured("set", name, [float(value)]))
 
 
 class WorkerPipe:
@@ -297,11 +297,16 @@ def _fault(error: BaseException, step: HostedStep, episode: Episode) -> StepFaul
     if isinstance(error, RequestRefused):
         return StepFault("refused", error.did, error.more)
     if isinstance(error, UserError):
-        return StepFault("settings", str(error))
+        return StepFault("settings", _whole(str(error)))
     found = step.failed(error, episode)
     if isinstance(found, EpisodeFailed):
-        return StepFault("failed", str(found), found.reason, found.cause, found.place)
-    return StepFault("setup", str(found))
+        return StepFault("failed", *map(_whole, (str(found), found.reason, found.cause, found.place)))
+    return StepFault("setup", _whole(str(found)))
+
+
+def _whole(text: str) -> str:
+    """The text of an error, with halves of surrogate pairs written out."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _leaf(error: BaseException) -> ContextFull:
