@@ -68,16 +68,19 @@ nixl-venv: .venv-nixl/.done  ## .venv-nixl: the test venv, and NIXL for `weights
 demo: venv  ## install, then train a tiny model by GRPO on this machine: a little over a minute
 	@$(BIN)/distflow launch quickstart
 
-lint: test-venv  ## ruff and mypy
-	@$(BIN)/ruff check .
-	@$(BIN)/ruff format --check .
-	@# mypy does not follow the package folders of setup.cfg, so it is shown the tree as it is installed.
-	@rm -rf build/typed && mkdir -p build/typed/distflow
-	@ln -s $(CURDIR)/distflow/* $(CURDIR)/workers $(CURDIR)/launch build/typed/distflow/
-	@cd build/typed && $(abspath $(BIN))/mypy --config-file ../../pyproject.toml -p distflow
+# mypy does not follow the package folders of setup.cfg, so it is shown the tree as it is installed.
+LINT = $(BIN)/ruff check . && $(BIN)/ruff format --check . && rm -rf build/typed && mkdir -p build/typed/distflow && \
+	ln -s $(CURDIR)/distflow/* $(CURDIR)/workers $(CURDIR)/launch build/typed/distflow/ && \
+	(cd build/typed && $(abspath $(BIN))/mypy --config-file ../../pyproject.toml -p distflow)
 
-# Many tests wait for processes that they start: one at a time more than two processors would do.
-test: lint  ## what CI runs
+lint: test-venv  ## ruff and mypy
+	@$(LINT)
+
+# Many tests wait for processes that they start: one at a time more than two processors would do. The processes that run
+# them would all compile the same files, so these are compiled before, on the processor that mypy leaves idle.
+test: export PYTHONDONTWRITEBYTECODE =
+test: test-venv  ## what CI runs
+	@$(BIN)/python -m pytest --collect-only -q -m "not long" >/dev/null 2>&1 & compiled=$$!; $(LINT) && { wait $$compiled || true; }
 	@$(BIN)/python -m pytest -n $(JOBS) --no-loadscope-reorder --durations=10 -m "not long"
 
 test-all: lint vllm-venv trackers-venv nixl-venv  ## the long tests too, those of vLLM, trackers and NIXL by their own Pythons, and test-processors
