@@ -227,8 +227,10 @@ def convert(file: Path) -> int:
 
     Comments say what became of each key: what it is here, or why it does not map.
     """
-    from distflow.config import conversion
+    from distflow.config.conversion import convert as converted
+    from distflow.config.conversion import written
+    from distflow.config.foreign import read_foreign
 
-    foreign = conversion.read_foreign(file.expanduser())
-    click.echo(conversion.written(foreign, conversion.convert(foreign)), nl=False)
+    foreign = read_foreign(file.expanduser())
+    click.echo(written(foreign, converted(foreign)), nl=False)
     return 0
