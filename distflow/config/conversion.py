@@ -1,7 +1,7 @@
 """Recipes made of other tools' configurations: what maps, what needs nothing here, and what has no counterpart.
 
-Sections of this file: *reading* (a TRL script, by its syntax tree alone; a verl override list or shell script),
-*converting* by the dictionary in `other_tools.py`, and *writing* the recipe with every key accounted for.
+Sections of this file: *converting* by the dictionary in `other_tools.py`, and *writing* the recipe with every key
+accounted for.
 """
 
 from __future__ import annotations
@@ -9,18 +9,17 @@ from __future__ import annotations
 import ast
 import json
 import re
-import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import gcd
-from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
-from distflow.config.other_tools import ESTIMATORS, TRL, VERL, WORDS, Meaning, Unneeded, meant
+from distflow.config.division import Division, divide
+from distflow.config.foreign import Expression, Foreign, value_of
+from distflow.config.other_tools import DEFAULTS, ESTIMATORS, TRL, VERL, WORDS, Meaning, Unneeded, meant
 from distflow.config.yamlfile import yaml_text
-from distflow.errors import UserError
 
 Kind = Literal["maps", "says", "lacks"]
 TITLES: Mapping[Kind, str] = {
@@ -34,124 +33,8 @@ _STEPS = 100
 _OBJECTS = ("reward_funcs", "train_dataset", "eval_dataset", "peft_config")
 """Arguments of TRL of which the expression tells enough."""
 
-# -- reading
-
-
-@dataclass(frozen=True, slots=True)
-class Expression:
-    """A value that only running the script would tell."""
-
-    text: str
-
-    def __str__(self) -> str:
-        return self.text
-
-
-@dataclass(frozen=True, slots=True)
-class Foreign:
-    """A configuration of another tool."""
-
-    tool: str
-    given: Mapping[str, Any]
-    """By key."""
-    file: Path
-    names: Mapping[str, ast.expr] = field(default_factory=dict)
-    """Of a script, what its top-level names are given."""
-    imported: Mapping[str, str] = field(default_factory=dict)
-    """Of a script, `module:name` by the names that it imports."""
-
-
-def read_foreign(file: Path) -> Foreign:
-    """Read the configuration in a file, which is never executed. Raises UserError if there is none."""
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{file}: cannot be read: {error} — give a TRL script, or verl's overrides") from error
-    found = _script(file, text) if file.suffix == ".py" else Foreign("verl", dict(_overrides(text)), file)
-    if not found.given:
-        raise UserError(
-            f"{file}: nothing to convert — expected a Python script (.py) that calls GRPOConfig(…) or GRPOTrainer(…), "
-            "or a list or shell script with verl's overrides, such as data.train_batch_size=256"
-        )
-    return found
-
-
-def _script(file: Path, text: str) -> Foreign:
-    try:
-        tree = ast.parse(text, filename=str(file))
-    except SyntaxError as error:
-        raise UserError(f"{file}:{error.lineno}: {error.msg} — expected a Python script") from error
-    names: dict[str, ast.expr] = {}
-    imported: dict[str, str] = {}
-    for node in ast.walk(tree):
-        match node:
-            case ast.Assign(targets=[ast.Name(id=name)], value=value):
-                names[name] = value
-            case ast.ImportFrom(module=str(module), names=aliases, level=0):
-                imported |= {alias.asname or alias.name: f"{module}:{alias.name}" for alias in aliases}
-    given: dict[str, Any] = {}
-    for node in ast.walk(tree):
-        called = ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
-        if isinstance(node, ast.Call) and called in ("GRPOConfig", "GRPOTrainer"):
-            for keyword in node.keywords:
-                if keyword.arg is None:
-                    given[f"**{ast.unparse(keyword.value)}"] = Expression(ast.unparse(keyword.value))
-                elif keyword.arg != "args":
-                    given[keyword.arg] = _value(keyword.value, names)
-            given |= {f"{called} argument {n}": Expression(ast.unparse(one)) for n, one in enumerate(node.args)}
-    return Foreign("TRL", given, file, names, imported)
-
-
-def _value(node: ast.expr, names: Mapping[str, ast.expr], depth: int = 0) -> Any:
-    """The literal that an expression is, or a name of the script stands for; else the expression."""
-    try:
-        return ast.literal_eval(node)
-    except ValueError:
-        if isinstance(node, ast.Name) and node.id in names and depth < 8:
-            found = _value(names[node.id], names, depth + 1)
-            if not isinstance(found, Expression):
-                return found
-        return Expression(ast.unparse(node))
-
-
-_OVERRIDE = re.compile(r"^[+~]{0,2}([A-Za-z_]\w*(?:[.@/][\w@/]+)+)=(.*)$", re.S)
-_VARIABLE = re.compile(r"^(?:export\s+)?([A-Za-z_]\w*)=(.*)$", re.S)
-_USE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?-([^}]*))?\})")
-
-
-def _overrides(text: str) -> Iterator[tuple[str, Any]]:
-    """Yield the keys and values of overrides, with the variables that the script itself gives."""
-    variables: dict[str, str] = {}
-
-    def filled(value: str) -> str:
-        def use(found: re.Match[str]) -> str:
-            name = found[1] or found[2]
-            return variables.get(name, found[3] if found[3] is not None else f"${{oc.env:{name}}}")
-
-        return _USE.sub(use, value)
-
-    for line in text.replace("\\\n", " ").splitlines():
-        try:
-            words = shlex.split(line, comments=True)
-        except ValueError:
-            words = line.split()
-        for word in words:
-            if (override := _OVERRIDE.match(word)) is not None:
-                yield override[1], _plain(filled(override[2]))
-            elif (variable := _VARIABLE.match(word)) is not None:
-                variables[variable[1]] = filled(variable[2])
-
-
-def _plain(text: str) -> Any:
-    """The value of an override, as Hydra would read it."""
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        return text
-    if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
-        return float(value)
-    return value
-
+_REFERENCE = {"call": "distflow.workers.reference:ref_logprobs", "model": "reference"}
+_KL_REWARD = "algorithm.use_kl_in_reward"
 
 # -- converting
 
@@ -174,6 +57,8 @@ class Converted:
     accounts: tuple[Account, ...]
     assumed: tuple[str, ...]
     """What the recipe says although the other configuration does not, with the reason."""
+    defaults: tuple[Account, ...]
+    """What the other tool does unless it is told, and the recipe has to say."""
 
 
 def convert(foreign: Foreign) -> Converted:
@@ -186,8 +71,26 @@ def convert(foreign: Foreign) -> Converted:
         account, keys = _account(foreign, key, value, together)
         accounts.append(account)
         made |= keys
+    defaults = tuple(_defaults(foreign, made, together))
     _fit(made, together)
-    return Converted(_nested(made, together.flow, together.layout), tuple(accounts), tuple(together.assumed))
+    recipe = _nested(made, together.flow, together.layout)
+    return Converted(recipe, tuple(accounts), tuple(together.assumed), defaults)
+
+
+def _defaults(foreign: Foreign, made: dict[str, Any], together: _Together) -> Iterator[Account]:
+    """Add what the other tool does unless it is told, where that is not what happens here."""
+    for key, value in DEFAULTS[foreign.tool].items():
+        account, keys = _account(foreign, key, value, together)
+        new = {here: found for here, found in keys.items() if here not in made and _needed(here, made, together)}
+        made |= new
+        if key not in foreign.given and (new or _TABLES[foreign.tool][key].to in together.made):
+            yield account
+
+
+def _needed(key: str, made: Mapping[str, Any], together: _Together) -> bool:
+    if key.startswith("models.critic."):
+        return together.flow == "ppo"
+    return not key.startswith("val.") or any(key.startswith("val.data.") for key in made)
 
 
 @dataclass(slots=True)
@@ -199,8 +102,10 @@ class _Together:
     made: dict[str, Any] = field(default_factory=dict)
     lacks: dict[str, str] = field(default_factory=dict)
     """Keys whose value has no counterpart, with the reason."""
-    settings: dict[str, str] = field(default_factory=dict)
-    """Keys that are settings of the reward function, with their keys here."""
+    settled: dict[str, str] = field(default_factory=dict)
+    """Keys of which what they are here depends on others, with that."""
+    engine: str = "torch"
+    backend: str = "torch"
     assumed: list[str] = field(default_factory=list)
 
     def number(self, given: Mapping[str, Any], key: str, default: Any) -> Any:
@@ -216,8 +121,8 @@ def _account(foreign: Foreign, key: str, value: Any, together: _Together) -> tup
     meaning = _TABLES[foreign.tool].get(key)
     if key in together.lacks:
         return Account(key, value, "lacks", together.lacks[key]), {}
-    if key in together.settings:
-        return Account(key, value, "maps", f"{together.settings[key]}={_shown(value)}"), {}
+    if key in together.settled:
+        return Account(key, value, "maps", together.settled[key]), {}
     if meaning is None:
         word = re.split(r"[.@/]", key)[-1]
         return Account(key, value, "lacks", meant(word) or "not in the dictionary"), {}
@@ -228,22 +133,72 @@ def _account(foreign: Foreign, key: str, value: Any, together: _Together) -> tup
     if isinstance(value, Expression):
         return Account(key, value, "lacks", f"{meaning.to}: the script computes it"), {}
     try:
-        here = value if meaning.make is None else meaning.make(value)
+        to, here = _translated(meaning, value, together)
     except Unneeded as error:
         return Account(key, value, "says", str(error)), {}
     except ValueError as error:
         return Account(key, value, "lacks", str(error)), {}
+    return Account(key, value, "maps", f"{to}={_shown(here)}"), {to: here}
+
+
+def _translated(meaning: Meaning, value: Any, together: _Together) -> tuple[str, Any]:
+    """Return the key and the value here. Raises what `Meaning.make` does."""
+    here = value if meaning.make is None else meaning.make(value)
+    to = _in_layout(meaning.to, together)
+    if meaning.options:
+        if together.engine not in meaning.options:
+            raise Unneeded(f"an option of {meaning.text}; engine {together.engine} has none")
+        to += f".{meaning.options[together.engine]}"
+    if ".backend_options." in to and together.backend != "fsdp":
+        raise Unneeded("an option of backend fsdp, which has nothing to divide here")
     if here is None:
-        return Account(key, value, "says", f"null: {meaning.to} keeps its default"), {}
-    return Account(key, value, "maps", f"{meaning.to}={_shown(here)}"), {_in_layout(meaning.to, together): here}
+        raise Unneeded(f"null: {to} keeps its default")
+    if to.endswith("data.source") and isinstance(here, list):
+        return (to, here[0]) if len(here) == 1 else (to.replace("source", "mix"), _mixture(here))
+    return to, here
 
 
 def _in_layout(key: str, together: _Together) -> str:
     """The key of a pool in the layout that was chosen."""
     if together.layout == "colocated" or not key.startswith("layout.pools.worker."):
         return key
-    pool = "trainer" if key.endswith(".backend") else "rollout"
+    key = key.replace(".worker.offload", ".worker.backend_options.cpu_offload")
+    pool = "trainer" if ".backend" in key else "rollout"
     return key.replace(".worker.", f".{pool}.")
+
+
+def _mixture(files: Sequence[Any]) -> dict[str, Any]:
+    """Sources by the names of their files, with those of folders above where several have the same."""
+    paths = [str(file).rpartition(".")[0].split("/") for file in files]
+    for length in range(1, max(map(len, paths)) + 1):
+        names = [re.sub(r"\W+", "_", "_".join(path[-length:])).strip("_") for path in paths]
+        if all(names) and len({*names}) == len(names):
+            return {name: {"source": str(file)} for name, file in zip(names, files, strict=True)}
+    return {f"source_{n}": {"source": str(file)} for n, file in enumerate(files)}
+
+
+def _minibatches(found: _Together, prompts: int, wanted: float, why: str) -> int:
+    """Cut a training step into the number of equal parts that is nearest to the one that is wanted."""
+    divisors = [parts for parts in range(1, prompts + 1) if prompts % parts == 0]
+    parts = min(divisors, key=lambda parts: abs(parts - wanted))
+    if parts != wanted and why:
+        one = f"batch.minibatches is {parts}, of {prompts // parts} prompts each"
+        found.assumed.append(f"{one}: {why}, and here they are equal parts of a training step")
+    found.made |= {"batch.minibatches": parts} if parts > 1 else {}
+    return parts
+
+
+def _divide(found: _Together, engine: str, width: int, hosts: tuple[int, int], apart: int = 0) -> Division:
+    """Choose the layout and the counts of its pools, and the option by which an engine has several GPUs."""
+    most = found.made["batch.prompts"] // found.made.get("batch.minibatches", 1)
+    division = divide(engine, width, hosts, most=most, apart=apart)
+    found.layout, found.engine = division.layout, engine
+    found.made |= {f"layout.pools.{pool}.count": count for pool, count in division.counts.items()}
+    if division.width > 1:
+        name = {"vllm": "tensor_parallel_size", "sglang": "tensor_parallel"}[engine]
+        found.made[f"layout.pools.rollout.engine_options.{name}"] = division.width
+    found.assumed += division.told
+    return division
 
 
 def _of_trl(foreign: Foreign, given: Mapping[str, Any]) -> _Together:
@@ -257,26 +212,44 @@ def _of_trl(foreign: Foreign, given: Mapping[str, Any]) -> _Together:
     made["batch.samples_per_prompt"] = samples
     made["batch.prompts"] = max(1, batch // samples)
     found.assumed.append("batch.prompts is that of one process: multiply it by the number of processes of the TRL run")
-    updates = max(1, held // accumulation)
-    made |= {"batch.minibatches": updates} if updates > 1 else {}
+    several = f"{_shown(held)} steps_per_generation, of which {_shown(accumulation)} are an optimizer step"
+    updates = _minibatches(found, made["batch.prompts"], held / accumulation, several)
     if (steps := found.number(given, "max_steps", -1)) > 0:
         made["run.training_steps"] = max(1, steps // (updates * found.number(given, "num_iterations", 1)))
-    made["flow.steps.sample.with.max_new_tokens"] = 512
-    made["models.policy.optimizer.lr"] = 1e-6
     low = found.number(given, "epsilon", 0.2)
     high = found.number(given, "epsilon_high", low)
     # Of cispo it bounds the ratio itself, and here by how much this may exceed 1.
     low, high = (1.0, round(high - 1, 6)) if given.get("loss_type") == "cispo" and high > 1 else (low, high)
-    _clip(found, low, high, named="epsilon" in given or "epsilon_high" in given)
+    if "epsilon" in given or "epsilon_high" in given:
+        made["flow.steps.update.with.clip"] = [low, high]
     _divergence(found, found.number(given, "beta", 0.0), "k3")
     _loss_of_trl(found, given)
     betas = [given.get("adam_beta1", 0.9), given.get("adam_beta2", 0.999)]
     made |= {"models.policy.optimizer.betas": betas} if {"adam_beta1", "adam_beta2"} & given.keys() else {}
+    _workers_of_trl(found, given)
     _sampling_of_trl(found, given)
     _functions_of_trl(found, foreign, given)
     _data_of_trl(found, foreign)
     _adapter_of_trl(found, foreign)
     return found
+
+
+def _workers_of_trl(found: _Together, given: Mapping[str, Any]) -> None:
+    """The layout: how many processes train stands outside of the script."""
+    if not given.get("use_vllm"):
+        return
+    width = found.number(given, "vllm_tensor_parallel_size", 1)
+    server = given.get("vllm_mode") == "server"
+    found.engine = "vllm"
+    if server:
+        _divide(found, "vllm", width, (1, 1), apart=width)
+    elif width > 1:
+        found.assumed.append(f"{2 * width} GPUs are assumed: the script does not say how many processes it has")
+        _divide(found, "vllm", width, (1, 2 * width))
+        found.made["layout.pools.trainer.backend"] = "fsdp"
+    if found.layout == "split":
+        option = f"layout.pools.rollout.engine_options.tensor_parallel_size={width}"
+        found.settled["vllm_tensor_parallel_size"] = option
 
 
 def _loss_of_trl(found: _Together, given: Mapping[str, Any]) -> None:
@@ -353,12 +326,16 @@ def _data_of_trl(found: _Together, foreign: Foreign) -> None:
             case ast.Call(
                 func=ast.Name(id="load_dataset"), args=[ast.Constant(value=str(name)), *more], keywords=words
             ):
-                given = {one.arg: _value(one.value, foreign.names) for one in words if one.arg is not None}
-                given |= {"config": _value(more[0], foreign.names)} if more else {}
+                given = {one.arg: value_of(one.value, foreign.names) for one in words if one.arg is not None}
+                given |= {"config": value_of(more[0], foreign.names)} if more else {}
                 files = given.get("data_files")
-                found.made[f"{section}.source"] = files if isinstance(files, str) else f"hub:{name}"
+                if isinstance(files, list) and len(files) > 1:
+                    found.made[f"{section}.mix"] = _mixture(files)
+                    continue
+                one = files[0] if isinstance(files, list) and files else files
+                found.made[f"{section}.source"] = one if isinstance(one, str) else f"hub:{name}"
                 settings = {"config": given.get("config", given.get("name")), "split": given.get("split")}
-                for setting, value in settings.items() if not isinstance(files, str) else ():
+                for setting, value in settings.items() if not isinstance(one, str) else ():
                     found.made |= {f"{section}.with.{setting}": value} if isinstance(value, str) else {}
             case _ if isinstance(expression, ast.Name):
                 found.made[f"{section}.source"] = f"./{_beside(found, foreign)}:{expression.id}"
@@ -372,7 +349,7 @@ def _adapter_of_trl(found: _Together, foreign: Foreign) -> None:
     if not isinstance(made, ast.Call):
         return
     names = {"r": "rank", "lora_alpha": "alpha", "target_modules": "targets"}
-    given = {str(one.arg): _value(one.value, foreign.names) for one in made.keywords}
+    given = {str(one.arg): value_of(one.value, foreign.names) for one in made.keywords}
     found.made["models.policy.lora"] = {names[key]: value for key, value in given.items() if key in names}
     rest = {key: value for key, value in given.items() if key not in (*names, "task_type", "bias")}
     if rest:
@@ -394,10 +371,9 @@ def _of_verl(foreign: Foreign, given: Mapping[str, Any]) -> _Together:
     actor, found = "actor_rollout_ref.actor.", _Together()
     made = found.made
     prompts = found.number(given, "data.train_batch_size", 1024)
-    made |= {"batch.prompts": prompts, "models.policy.optimizer.lr": 1e-6}
-    made["flow.steps.sample.with.max_new_tokens"] = 512
-    updates = max(1, prompts // found.number(given, actor + "ppo_mini_batch_size", 256))
-    made |= {"batch.minibatches": updates} if updates > 1 else {}
+    made["batch.prompts"] = prompts
+    size = found.number(given, actor + "ppo_mini_batch_size", min(prompts, 256))
+    _minibatches(found, prompts, prompts / size, f"{prompts} prompts do not divide into mini-batches of {size}")
     estimator = given.get("algorithm.adv_estimator", "gae")
     if estimator in ESTIMATORS:
         found.flow = ESTIMATORS[estimator]
@@ -411,8 +387,11 @@ def _of_verl(foreign: Foreign, given: Mapping[str, Any]) -> _Together:
     elif mode != "vanilla":
         found.lacks[actor + "policy_loss.loss_mode"] = f"{mode}: a loss of your own (docs/custom-steps.md)"
     both = found.number(given, actor + "clip_ratio", 0.2)
-    low, high = (found.number(given, f"{actor}clip_ratio_{end}", both) for end in ("low", "high"))
-    _clip(found, low, high, named=any(key.startswith(actor + "clip_ratio") for key in given))
+    clip = [found.number(given, f"{actor}clip_ratio_{end}", both) for end in ("low", "high")]
+    # The loss of no other mode has a dual clip.
+    clip += [found.number(given, actor + "clip_ratio_c", 3.0)] if found.flow not in ("gspo", "cispo") else []
+    if found.flow not in ("gspo", "cispo") or any(key.startswith(actor + "clip_ratio") for key in given):
+        made["flow.steps.update.with.clip"] = clip
     coefficient = found.number(given, actor + "kl_loss_coef", 0.001) if given.get(actor + "use_kl_loss") else 0.0
     kinds = {"low_var_kl": "k3", "k3": "k3", "kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2"}
     kind = given.get(actor + "kl_loss_type", "low_var_kl")
@@ -433,15 +412,14 @@ def _of_verl(foreign: Foreign, given: Mapping[str, Any]) -> _Together:
 
 
 def _parts_of_verl(found: _Together, given: Mapping[str, Any]) -> None:
-    """The reward function, the adapter and the number of workers."""
+    """The adapter, workers, the reward function, and terms of loss and reward."""
     model = "actor_rollout_ref.model."
     if given.get(model + "lora_rank"):
         names = {"lora_rank": "rank", "lora_alpha": "alpha", "target_modules": "targets"}
         lora = {here: given[model + there] for there, here in names.items() if given.get(model + there) is not None}
         found.made["models.policy.lora"] = lora
-    gpus = {key: found.number(given, f"trainer.{key}", 1) for key in ("n_gpus_per_node", "nnodes")}
-    if any(f"trainer.{key}" in given for key in gpus):
-        found.made["layout.pools.worker.count"] = gpus["n_gpus_per_node"] * gpus["nnodes"]
+    _workers_of_verl(found, given)
+    _corrections_of_verl(found, given)
     for above in ("custom_reward_function.", "reward.custom_reward_function."):
         path = given.get(above + "path")
         if path:
@@ -450,7 +428,59 @@ def _parts_of_verl(found: _Together, given: Mapping[str, Any]) -> None:
             own = {key: key.removeprefix(f"{above}reward_kwargs.") for key in given}
             settings = {name: given[key] for key, name in own.items() if name != key}
             found.made[at] = {"score": {"function": call, **settings}} if settings else call
-            found.settings |= {key: f"{at}.score.{name}" for key, name in own.items() if name != key}
+            shown = {key: f"{at}.score.{name}={_shown(given[key])}" for key, name in own.items() if name != key}
+            found.settled |= shown
+
+
+def _workers_of_verl(found: _Together, given: Mapping[str, Any]) -> None:
+    rollout, strategy = "actor_rollout_ref.rollout.", "actor_rollout_ref.actor.strategy"
+    engine = {"vllm": "vllm", "sglang": "sglang"}.get(given.get(rollout + "name", ""), "torch")
+    width = found.number(given, rollout + "tensor_model_parallel_size", 1) if engine != "torch" else 1
+    hosts = found.number(given, "trainer.nnodes", 1), found.number(given, "trainer.n_gpus_per_node", 8)
+    apart = found.number(given, rollout + "nnodes", 0) * found.number(given, rollout + "n_gpus_per_node", hosts[1])
+    division = _divide(found, engine, width, hosts, apart)
+    if not {"trainer.nnodes", "trainer.n_gpus_per_node"} & given.keys():
+        found.assumed.append("the 8 GPUs are verl's default: change the counts of the pools to those that there are")
+    if given.get(strategy, "fsdp") not in ("fsdp", "fsdp2"):
+        found.lacks[strategy] = f"{given[strategy]} has no counterpart here; there are fsdp, fsdp2"
+    alone = division.counts.get("worker") == 1
+    found.backend = "torch" if alone and (engine == "vllm" or strategy not in given) else "fsdp"
+    pool = "worker" if found.layout == "colocated" else "trainer"
+    found.made[f"layout.pools.{pool}.backend"] = found.backend
+    counts = ", ".join(f"layout.pools.{name}.count={count}" for name, count in division.counts.items())
+    keys = ("trainer.nnodes", "trainer.n_gpus_per_node", rollout + "nnodes", rollout + "n_gpus_per_node")
+    found.settled |= {key: counts for key in keys if key not in found.lacks}
+    why = " (one worker: nothing to divide)" if found.backend == "torch" else ""
+    found.settled[strategy] = f"layout.pools.{pool}.backend={found.backend}{why}"
+    key = rollout + "tensor_model_parallel_size"
+    if engine == "torch":
+        found.lacks |= {key: "engine torch has one GPU: vllm or sglang"} if given.get(key, 1) != 1 else {}
+    elif key not in found.lacks:
+        name = _TABLES["verl"][key].options[engine]
+        found.settled[key] = (
+            f"layout.pools.{'rollout' if pool == 'trainer' else pool}.engine_options.{name}={division.width}"
+        )
+
+
+def _corrections_of_verl(found: _Together, given: Mapping[str, Any]) -> None:
+    """Terms that flows here have unless they are told, and verl has not, and the other way about."""
+    at, made = "algorithm.rollout_correction.", found.made
+    kind, bound = given.get(at + "rollout_is"), found.number(given, at + "rollout_is_threshold", 2.0)
+    made["flow.steps.update.with.tis"] = bound if kind == "token" else None
+    if kind == "sequence":
+        made["flow.steps.update.with.correction"] = {"sequence_tis": [0.0, bound]}
+    elif kind not in (None, "token"):
+        found.lacks[at + "rollout_is"] = f"{kind} is not built; there are token, sequence"
+    coefficient = found.number(given, "algorithm.kl_ctrl.kl_coef", 0.001) if given.get(_KL_REWARD) else 0.0
+    if found.flow == "reinforce_plus_plus" or (found.flow == "ppo" and coefficient):
+        made["flow.steps.token_rewards.with.kl_coef"] = coefficient
+        if found.flow == "ppo":
+            made["flow.steps.reference"] = dict(_REFERENCE)
+        found.settled |= dict.fromkeys(
+            (_KL_REWARD, "algorithm.kl_ctrl.kl_coef"), f"flow.steps.token_rewards.with.kl_coef={coefficient}"
+        )
+    if found.flow == "remax" and "actor_rollout_ref.actor.entropy_coeff" not in given:
+        made["flow.steps.update.with.entropy_coef"] = 0.0
 
 
 def _choose(found: _Together, flow: str, key: str) -> None:
@@ -461,18 +491,13 @@ def _choose(found: _Together, flow: str, key: str) -> None:
         found.flow = flow
 
 
-def _clip(found: _Together, low: Any, high: Any, *, named: bool) -> None:
-    if named:
-        found.made["flow.steps.update.with.clip"] = [low, high]
-
-
 def _divergence(found: _Together, coefficient: float, kind: str) -> None:
     if not coefficient:
         return
     if found.flow == "grpo":
         found.flow = "grpo_kl"
     else:
-        found.made["flow.steps.reference"] = {"call": "distflow.workers.reference:ref_logprobs", "model": "reference"}
+        found.made["flow.steps.reference"] = dict(_REFERENCE)
     found.made |= {"flow.steps.update.with.kl_coef": coefficient, "flow.steps.update.with.kl": kind}
 
 
@@ -486,20 +511,33 @@ def _fit(made: dict[str, Any], together: _Together) -> None:
         together.assumed.append("models.policy.path is not known: a folder, or the id of a model of the hub")
     if together.flow == "ppo":
         made.setdefault("models.critic.path", made["models.policy.path"])
-    if "data.source" not in made:
+    if not {"data.source", "data.mix"} & made.keys():
         made["data.source"] = "prompts.jsonl"
         together.assumed.append("data.source is not known: a file or folder of prompts, hub:ID, or a function")
-    prompts = made["batch.prompts"]
+    _fit_data(made, together)
+    # Mini-batches have as many groups of every ledger.
+    prompts = made["batch.prompts"] // made.get("batch.minibatches", 1)
     trainers = max(made.get(f"layout.pools.{pool}.count", 1) for pool in ("worker", "trainer"))
-    if made.get("layout.pools.worker.engine") == "vllm" and trainers > 1:
-        other = "layout.pools.worker.engine=sglang, or layout=split with a pool for each"
-        together.assumed.append(f"vllm shares no worker with several that train: {other}")
     enough = range(max(gcd(8, prompts), trainers), prompts)
     made["batch.ledgers"] = next((ledgers for ledgers in enough if not prompts % ledgers), prompts)
-    source = made["data.source"]
-    if isinstance(source, list):
-        made["data.source"] = source[0]
-        together.assumed.append("data.source is the first of several files: put them into one folder, or into data.mix")
+
+
+def _fit_data(made: dict[str, Any], together: _Together) -> None:
+    """Give every source the columns, and say what the weights of a mixture are."""
+    column = made.get("data.fields.prompt")
+    for section in ("data", "val.data"):
+        if column is not None and f"{section}.source" in made:
+            made[f"{section}.fields.prompt"] = column
+        if f"{section}.mix" in made:
+            made.pop(f"{section}.fields.prompt", None)
+            fields = {} if column is None else {"fields": {"prompt": column}}
+            made[f"{section}.mix"] = {name: {**one, **fields} for name, one in made[f"{section}.mix"].items()}
+            if section == "data":
+                names = ", ".join(made["data.mix"])
+                told = (
+                    f"weight of each of {names} in data.mix: its rows, to draw all alike; now the files weigh the same"
+                )
+                together.assumed.append(told)
 
 
 # -- writing
@@ -524,8 +562,9 @@ def written(foreign: Foreign, found: Converted) -> str:
     lines = [f"# From {foreign.file.name} ({foreign.tool}), {len(found.accounts)} keys: " + _counted(counts)]
     lines += [f"# To do: {text}" for text in found.assumed]
     body = yaml_text(found.recipe).rstrip()
-    for kind, title in TITLES.items():
-        accounts = [one for one in found.accounts if one.kind == kind]
+    parts = {title: [one for one in found.accounts if one.kind == kind] for kind, title in TITLES.items()}
+    parts[f"defaults of {foreign.tool} that differ from those here, and are written"] = [*found.defaults]
+    for title, accounts in parts.items():
         lines_of = [f"#   {one.key}={_shown(one.value)} — {one.text}" for one in accounts]
         body += "\n\n" + "\n".join([f"# {title} ({len(accounts)}):", *lines_of]) if accounts else ""
     return "\n".join(lines) + f"\n{body}\n"

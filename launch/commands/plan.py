@@ -93,7 +93,7 @@ def _show_plan(
     from distflow.flow.recipe_check import plan_recipe
 
     loaded, plan = plan_recipe(recipe, overrides, need_files=False)
-    placement = _placement(plan, hosts) if hosts else None
+    placement = _placement(loaded, plan, hosts) if hosts else None
     for line in _written(loaded, plan, write, svg, placement):
         click.echo(line)
     if worker is not None:
@@ -148,11 +148,11 @@ def _optimize(
 
     def load_for(split: PoolSplit, stale: int | None) -> Load:
         bound = () if stale is None else (f"layout.max_staleness={stale}",)
-        _, other = plan_recipe(recipe, (*overrides, *rule.words(split), *bound), need_files=False)
+        loaded, other = plan_recipe(recipe, (*overrides, *rule.words(split), *bound), need_files=False)
         # The present layout is what others are compared with, on whatever hosts it is.
         if hosts and split != rule.present:
             try:
-                _placement(other, hosts)
+                _placement(loaded, other, hosts)
             except HostsError as error:
                 raise RecipeError(error.problems) from error
         return _on_hosts(load_of(other, prompt_tokens=inputs.prompt_tokens), hosts)
@@ -162,8 +162,8 @@ def _optimize(
 
     def fits(words: Sequence[str], include: str) -> bool:
         try:
-            _, other = plan_recipe(recipe, (*overrides, *words), need_files=False)
-            _placement(other, select(hosts, include, None))
+            loaded, other = plan_recipe(recipe, (*overrides, *words), need_files=False)
+            _placement(loaded, other, select(hosts, include, None))
         except (RecipeError, HostsError):
             return False
         return True
@@ -287,10 +287,10 @@ def _written(
     return lines
 
 
-def _placement(plan: Plan, hosts: Sequence[Host]) -> WorkerPlacement:
+def _placement(loaded: LoadedRecipe, plan: Plan, hosts: Sequence[Host]) -> WorkerPlacement:
     from distflow.launch.deploy.placement import place_workers
 
-    return place_workers(plan, hosts)
+    return place_workers(plan, hosts, loaded.origin)
 
 
 def _host_lines(plan: Plan, placement: WorkerPlacement | None) -> list[str]:

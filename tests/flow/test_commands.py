@@ -16,7 +16,9 @@ from distflow.launch.cli import run
 
 def test_validate_says_ok(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["validate", "quickstart"]) == 0
-    assert capsys.readouterr().out.startswith("ok: quickstart, 4 steps on 3 worker(s), 256 samples")
+    assert capsys.readouterr().out.startswith(
+        "ok: quickstart, 600 training steps of 256 samples each, on 3 workers, by a flow of 4 functions"
+    )
 
 
 def test_validate_reports_everything_and_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from distflow.errors import UserError
@@ -13,7 +15,7 @@ from distflow.flow.recipe_check import plan_recipe
 from distflow.flow.sizes import FETCHED, PINNED, PUBLISHED, model_size
 from distflow.launch.cli import run
 from distflow.launch.deploy.host_checks import GIB
-from distflow.launch.deploy.hostfile import parse_hosts
+from distflow.launch.deploy.hostfile import HostsError, parse_hosts
 from distflow.launch.deploy.placement import (
     WorkerSlot,
     begin_with,
@@ -229,7 +231,7 @@ def test_the_numbers_can_begin_with_another_host():
             IN_TWO,
             r"hosts: slots — no host has 2 consecutive slots left for each worker of pool 'rollout', as its engine",
         ),
-        ("a slots=9", ["layout.pools.trainer.hosts=[b]"], r"layout.pools.trainer.hosts — no host matches 'b'"),
+        ("a slots=9", ["layout.pools.trainer.hosts=[b]"], r"trainer.hosts — no host matches 'b'"),
         (
             "a slots=1\nb slots=9",
             ["layout.pools.rollout.hosts=[a]"],
@@ -250,6 +252,23 @@ def test_the_numbers_can_begin_with_another_host():
 def test_what_does_not_fit_is_refused(text, overrides, message):
     with pytest.raises(UserError, match=message):
         placed(text, *overrides)
+
+
+@pytest.mark.parametrize(
+    ("override", "written", "hosts"),
+    [
+        ("layout.pools.trainer.hosts=[b]", "layout: {pools: {trainer: {hosts: [b]}}}", "a slots=9"),
+        ("limits.host_silence_s=9", "limits: {host_silence_s: 9}", TWENTY),
+    ],
+)
+def test_what_hosts_rule_out_is_told_of_its_place(override: str, written: str, hosts: str, tmp_path: Path) -> None:
+    loaded, plan = plan_recipe("quickstart", [override])
+    with pytest.raises(HostsError, match=r"^command line: "):
+        place_workers(plan, parse_hosts(hosts, "hosts"), loaded.origin)
+    (tmp_path / "mine.yaml").write_text(f"defaults: [quickstart, _self_]\n{written}\n")
+    loaded, plan = plan_recipe(str(tmp_path / "mine.yaml"), [])
+    with pytest.raises(HostsError, match=r"mine\.yaml:2: "):
+        place_workers(plan, parse_hosts(hosts, "hosts"), loaded.origin)
 
 
 @pytest.mark.parametrize("text, silence", [(TWENTY, 10), ("a\nb\nc", 1)])
