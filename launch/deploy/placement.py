@@ -85,7 +85,7 @@ def place_workers(
         for worker in workers:
             number = whole if whole is not None else _next(turn, allowed[pool], free, max(1, width(worker)))
             if number is None:
-                raise HostsError([_too_few(plan, pool, hosts, allowed[pool])])
+                raise HostsError([_too_few(plan, pool, hosts, {n: free[n] for n in allowed[pool]})])
             places[str(worker.name)] = WorkerSlot(number, _take(free[number], width(worker)))
             turn = number + 1
     placement = WorkerPlacement(tuple(hosts), {str(worker.name): places[str(worker.name)] for worker in plan.workers})
@@ -146,30 +146,23 @@ def begin_with(placement: WorkerPlacement, first: int) -> WorkerPlacement:
     return WorkerPlacement(tuple(placement.hosts[number] for number in order), places)
 
 
-def device_of(worker: WorkerPlan, place: WorkerSlot, gpus: int) -> str:
-    """The device of a worker on a host with `gpus` GPUs: `cuda` and `auto` become the GPU of its slot."""
-    if worker.device == "cuda" or (worker.device == "auto" and gpus):
-        return f"cuda:{place.slot % gpus}" if gpus else f"cuda:{place.slot}"
-    return worker.device
-
-
 def placement_lines(plan: Plan, placement: WorkerPlacement) -> list[str]:
     """One line per host: number, name, workers, and the source of weights if not shared memory; then notes."""
     where = placement.where
     read = [(model, leaders_of(plan.home_of(model).members, where.hosts)) for model in plan.generating]
     lines = []
     for number, host in enumerate(placement.hosts):
-        workers = [_shown(plan, name, placement.places[name]) for name in placement.on(number)]
+        names = placement.on(number)
+        workers = [_shown(plan, name, placement.places[name]) for name in names]
+        taken = slots_of(worker for worker in plan.workers if str(worker.name) in names)
         text = ", ".join(workers) or "no workers — leave this host out"
-        here = {
-            model for worker in plan.workers if str(worker.name) in placement.on(number) for model in worker.generates
-        }
+        here = {model for worker in plan.workers if str(worker.name) in names for model in worker.generates}
         given = [leaders for model, leaders in read if model in here and number not in leaders]
         far = [publisher_for(number, leaders, host.site, where.sites) for leaders in given]
         if far:
             text += f"; weights over the network, from {' and '.join(dict.fromkeys(far))}"
         name = f"{host.name} at {host.site}" if host.site else host.name
-        lines.append(f"{number}  {name}  {len(workers)} of {len(host.slots)} slots  {text}")
+        lines.append(f"{number}  {name}  {taken} of {len(host.slots)} slots  {text}")
     return [*lines, *_divided_lines(plan, placement), *_checkpoint_lines(plan, placement)]
 
 
@@ -216,7 +209,7 @@ def _divides_state(workers: Sequence[WorkerPlan]) -> bool:
 
 def _whole(workers: Sequence[WorkerPlan], allowed: Sequence[int], free: Sequence[Sequence[int]]) -> int | None:
     """The host with most free slots if it takes all these workers, and they divide models; None: spread them."""
-    wide = sum(max(1, width(worker)) for worker in workers)
+    wide = slots_of(workers)
     fits = [number for number in allowed if len(free[number]) >= wide]
     if not fits or not _divides_state(workers):
         return None
@@ -295,21 +288,37 @@ def _take(free: list[int], gpus: int) -> int:
     return slot
 
 
-def _too_few(plan: Plan, pool: str, hosts: Sequence[Host], allowed: Sequence[int]) -> Problem:
-    slots = sum(len(hosts[number].slots) for number in allowed)
-    widest = max(width(worker) for worker in plan.workers if worker.name.pool == pool)
-    if widest > 1:
-        message = f"no host has {widest} consecutive slots left for each worker of pool {pool!r}, as its engine needs"
-        hint = f"give hosts more slots, or lower layout.pools.{pool}.count or the GPUs in its engine_options"
-    elif len(allowed) == len(hosts):
-        message = f"{len(plan.workers)} workers, but the {len(hosts)} hosts together have {slots}"
+def _too_few(plan: Plan, pool: str, hosts: Sequence[Host], left: Mapping[int, Sequence[int]]) -> Problem:
+    """Say what a pool lacks; `left`: slots that the workers before have left on each host that it may run on."""
+    workers = [worker for worker in plan.workers if worker.name.pool == pool]
+    there = sum(len(hosts[number].slots) for number in left)
+    widest = max(width(worker) for worker in workers)
+    if len(left) == len(hosts) and (needed := slots_of(plan.workers)) > there:
+        taken = f" take {needed} slots" if needed > len(plan.workers) else ""
+        have = f"the {len(hosts)} hosts together have" if len(hosts) > 1 else f"{hosts[0].name} has"
+        message = f"{len(plan.workers)} workers{taken}, but {have} {there}"
         hint = "add hosts or slots, or lower the counts of the layout's pools"
+        if taken:
+            hint += f", or the GPUs in engine_options of {pool!r}" if widest > 1 else ""
+    elif widest > 1:
+        names = ", ".join(
+            f"{hosts[n].name} has {len(slots)} of {len(hosts[n].slots)} left" for n, slots in left.items()
+        )
+        message = (
+            f"no host has {widest} consecutive slots left for each worker of pool {pool!r}, as its engine needs: "
+            f"{len(workers)} workers take {slots_of(workers)} slots, and where one lacks them, {names}"
+        )
+        hint = f"give hosts more slots, or lower layout.pools.{pool}.count or the GPUs in its engine_options"
     else:
-        count = plan.recipe.layout.pools[pool].count
-        names = ", ".join(hosts[number].name for number in allowed)
-        message = f"pool {pool!r} has {count} workers, but the hosts that it may run on ({names}) have {slots}"
+        names = ", ".join(hosts[number].name for number in left)
+        message = f"pool {pool!r} has {len(workers)} workers, but the hosts that it may run on ({names}) have {there}"
         hint = f"give these hosts more slots, add hosts to layout.pools.{pool}.hosts, or lower its count"
     return Problem(hosts[0].where.rpartition(":")[0], "slots", message, hint)
+
+
+def slots_of(workers: Iterable[WorkerPlan]) -> int:
+    """Slots that workers take together."""
+    return sum(max(1, width(worker)) for worker in workers)
 
 
 def needs_here(plan: Plan, *, resume: bool = False) -> Needs:

@@ -8,6 +8,7 @@ import pytest
 
 from distflow.errors import UserError
 from distflow.flow.estimate import LIBRARY_BYTES
+from distflow.flow.gpus import device_of_slot
 from distflow.flow.lanes import lanes_of
 from distflow.flow.memory_fit import Capacity
 from distflow.flow.plan import publisher_for
@@ -17,9 +18,7 @@ from distflow.launch.cli import run
 from distflow.launch.deploy.host_checks import GIB
 from distflow.launch.deploy.hostfile import HostsError, parse_hosts
 from distflow.launch.deploy.placement import (
-    WorkerSlot,
     begin_with,
-    device_of,
     needs_of,
     place_workers,
     placement_lines,
@@ -290,7 +289,7 @@ def test_an_engine_over_two_gpus_takes_two_slots():
 )
 def test_gpus_are_numbered_by_slot_on_each_host(wanted, gpus, device):
     plan = plan_recipe("quickstart", [f"layout.pools.rollout.device={wanted}"])[1]
-    assert device_of(plan.workers[0], WorkerSlot(0, 2), gpus) == device
+    assert device_of_slot(plan.workers[0], 2, gpus) == device
 
 
 def test_plan_shows_the_placement(tmp_path, capsys):
