@@ -125,7 +125,15 @@ def launch(
         settings = {name: options.pop(name) for name in [*options] if isinstance(options[name], Mapping)}
         folder = new_folder(Path(str(options.get("runs_dir") or RUNS_DIR)) / LAUNCHED)
         source = os.fspath(data) if isinstance(data, str | os.PathLike) else data
-        recipe = write_recipe(folder, model=os.fspath(model), data=source, reward=reward, flow=flow, settings=settings)
+        recipe = write_recipe(
+            folder,
+            model=os.fspath(model),
+            data=source,
+            reward=reward,
+            flow=flow,
+            settings=settings,
+            caller=sys._getframe(1),
+        )
     elif reward is not None or flow is not None:
         raise UserError("launch: reward and flow go with model and data; of a recipe they are overrides")
     arguments = _arguments(recipe, overrides, options)
