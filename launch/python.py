@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any, Final
 
 import click
@@ -132,7 +133,7 @@ def launch(
             reward=reward,
             flow=flow,
             settings=settings,
-            caller=sys._getframe(1),
+            caller=_caller(),
         )
     elif reward is not None or flow is not None:
         raise UserError("launch: reward and flow go with model and data; of a recipe they are overrides")
@@ -167,6 +168,14 @@ def load_run(run: str | os.PathLike[str] | None = None, *, runs_dir: str | os.Pa
     found = find_run(None if run is None else os.fspath(run), Path(runs_dir))
     read_record(found)
     return Run(found)
+
+
+def _caller() -> FrameType | None:
+    """Return the innermost frame outside of distflow, whose code launches."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == "distflow":
+        frame = frame.f_back
+    return frame
 
 
 def _shown(line: str) -> str:

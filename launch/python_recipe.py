@@ -136,7 +136,7 @@ def _is_object(one: object) -> bool:
     return callable(one) and not str(getattr(one, "__name__", "")).isidentifier()
 
 
-class Written:
+class LaunchingCode:
     """What is written where a run is launched: in a script, or in the cells of a notebook."""
 
     def __init__(self, caller: FrameType | None) -> None:
@@ -210,7 +210,7 @@ class Functions:
 
     def __init__(self, file: Path, caller: FrameType | None = None) -> None:
         self._file = file
-        self.written = Written(caller)
+        self.written = LaunchingCode(caller)
         self._parts: dict[str, str] = {}
         """Source by name, what others need first."""
         self._folders: list[str] = []

@@ -224,3 +224,18 @@ def test_a_script_that_is_imported_for_its_functions_starts_no_run(tmp_path: Pat
     )
     with pytest.raises(PluginError, match=r"put what starts the run behind `if __name__ == \"__main__\":`"):
         resolve(f"{tmp_path}/mine.py:mine")
+
+
+def test_the_call_that_launches_is_found_through_the_package(notebook: Notebook, tmp_path: Path) -> None:
+    notebook.main.rows, notebook.main.runs = ROWS, str(tmp_path)
+    notebook.run(CELLS)
+    with pytest.raises(UserError, match="no_such_key"):  # behind the writing of the recipe
+        notebook.run(
+            "import distflow\n"
+            'distflow.launch(model="tiny", data=rows, runs_dir=runs, overrides=["run.no_such_key=1"],\n'
+            '    reward=[kw, Kw("1"), lambda completions, **kwargs: [4.0]])'
+        )
+    (file,) = tmp_path.glob(".launched/*/functions.py")
+    recipe = yaml.safe_load((file.parent / "recipe.yaml").read_text())
+    found = recipe["flow"]["steps"]["reward"]["with"]["function"]
+    assert [resolve(one["function"])(["2"]) for one in found.values()] == [[1.0], [0.0], [4.0]]
