@@ -226,7 +226,7 @@ def test_the_numbers_can_begin_with_another_host():
             r"hosts: slots — 3 workers, but the 2 hosts together have 2 — add hosts or slots",
         ),
         (
-            "a slots=3\nb slots=1",
+            "a slots=3\nb slots=1\nc slots=1",
             IN_TWO,
             r"hosts: slots — no host has 2 consecutive slots left for each worker of pool 'rollout', as its engine",
         ),
