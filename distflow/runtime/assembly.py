@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from inspect import iscoroutinefunction
 from pathlib import Path
 from typing import cast
 
@@ -389,12 +388,11 @@ def start_episodes(
     worker begin anew, and says why."""
     me = setting.me
     assert setting.path is not None, "a worker whose episodes have a process has been read from a file"
-    steps = [step for step in me.steps if step.role == "generate"]
-    blocking = {step.name: not iscoroutinefunction(resolve(step.call)) for step in steps}
+    first = next(step.name for step in me.steps if step.role == "generate")
     title = f"distflow {setting.run_dir.name} {me.name} episodes"
     output = setting.run_dir / "logs" / f"{me.name.file_stem}.episodes.log"
     start = partial(KeptProcess, EPISODES, [str(setting.path)], title, output)
-    return EpisodeProcess(start, blocking, partial(now, steps[0].name), metrics, crowded)
+    return EpisodeProcess(start, partial(now, first), metrics, crowded)
 
 
 def build_trajectories(

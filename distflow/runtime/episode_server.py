@@ -41,6 +41,7 @@ from distflow.runtime.episode_loop import SETTLE_S, EpisodeLoop
 from distflow.runtime.episode_process import (
     CHUNK,
     FROM_WORKER,
+    LOOK_EVERY_S,
     STUCK_S,
     AttemptEnded,
     AttemptTold,
@@ -65,9 +66,6 @@ from distflow.runtime.metrics import MetricStore
 from distflow.runtime.sample_errors import EpisodeFailed
 from distflow.runtime.steps import EpisodeContext, StepRunner
 from distflow.types import Completion, Episode
-
-LOOK_EVERY_S = 0.25
-"""So often it tells what its episodes wait for."""
 
 
 def run_episodes(document: str, reports: str) -> int:
