@@ -6,9 +6,10 @@ First, 64 episodes of 3 turns on 16 slots, between which each waits 0.5 s for a 
 of two times that no order of work beats (`of the bound`): the engine alone decodes as many tokens after prompts as
 long, its slots full; one episode waits 3 times and has its tokens decoded alone. Target: at most 1.15.
 
-Then 16 samples are decoded while 48 more wait for tools, and without these: the ratio of tokens a second. The tools
-wait, in short naps: as coroutines (`async def`), or in threads (`def`). Or they compute, all of the time that their
-loop has, in a process of their own. Target: at least 0.95 of each. For comparison, the same in the engine's process.
+Then samples are decoded on 16 slots while 48 more wait for tools, and without these: the ratio of tokens a second. The
+tools wait, in short naps: as coroutines (`async def`), or in threads (`def`). Or they compute, all of the time that
+their loop has, in a process of their own. Target: at least 0.95 of each. For comparison, the same in the engine's
+process.
 """
 
 from __future__ import annotations
@@ -45,8 +46,11 @@ PROMPT, BETWEEN = 8, 1
 """Tokens of the data, and of what a tool says."""
 LONG = 192
 """Tokens of the samples beside which others wait."""
+WAVES = 8
+"""So many times the slots of these are decoded: what happens once, as a worker learns that a loop does not come to
+rest, is no part of a rate."""
 NAP_S = 0.02
-AWAY_S = 4.0
+AWAY_S = 10.0
 """So long those in threads wait: nothing can end them."""
 FILE = Path(__file__)
 TOLD = {"rewards/told": 0.0}
@@ -213,7 +217,7 @@ def beside(worker: Worker, name: str, rounds: int, *, apart: bool) -> None:
         samples = worker.samples(steps, name, loop)
         waiting = worker.leases(others, OTHER)
         samples.begin(waiting)
-        took = seconds(lambda: worker.drive(samples, worker.leases(SLOTS), others))
+        took = seconds(lambda: worker.drive(samples, worker.leases(WAVES * SLOTS), others))
         samples.forget([lease.position for lease in waiting])
         if not apart:
             loop.close()
@@ -225,7 +229,7 @@ def beside(worker: Worker, name: str, rounds: int, *, apart: bool) -> None:
     if apart:
         steps.process.close()
     alone, with_others = (statistics.median(times) for times in zip(*pairs, strict=True))
-    rate, where = SLOTS * LONG / alone, "process" if apart else "thread"
+    rate, where = WAVES * SLOTS * LONG / alone, "process" if apart else "thread"
     print(f"{name:9s} ({where}): {rate:6.0f} tok/s alone, {alone / with_others:.2f} of that beside 48", flush=True)
 
 

@@ -235,8 +235,9 @@ class EpisodeLoop:
         self._patience = SettlePatience(settle_s)
         self._crowded: Callable[[str], None] | None = crowded
         self._quiet = threading.Condition()
-        self._posted = self._run = self._settled = 0
-        """Numbers of posts: the newest one, the newest that has been run, and the newest that has had its effect."""
+        self._posted = self._run = self._settled = self._awaited = 0
+        """Numbers of posts: the newest one, the newest that has been run, the newest that has had its effect, and the
+        newest that was waited for."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._leaves: list[Callable[[], Coroutine[Any, Any, None]]] = []
         self._ending: asyncio.Task[None] | None = None
@@ -269,12 +270,16 @@ class EpisodeLoop:
 
         loop.call_soon_threadsafe(run)
 
-    def settle(self) -> None:
+    def settle(self) -> bool:
         """Wait until all that was posted has had its effect: no task can go on, and no thread that was posted to has
-        failed to ask for something. Gives up after a moment: some tool may compute."""
+        failed to ask for something. Gives up after a moment, since some tool may compute, and does not wait again while
+        tasks still do; returns whether they have come to rest."""
         with self._quiet:
-            if not self._patience.wait(self._quiet, lambda: self._settled >= self._posted and not self._moving):
-                self._moving.clear()
+            if self._settled >= self._awaited:
+                self._patience.wait(self._quiet, lambda: self._settled >= self._posted and not self._moving)
+                self._awaited = self._posted
+            self._moving.clear()
+            return self._settled >= self._posted
 
     def blocked(self) -> str:
         """Where a coroutine holds up all others now, `file:line`; "" where none does. To be called again and again."""

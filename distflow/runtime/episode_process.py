@@ -172,7 +172,7 @@ class AttemptEnded(msgspec.Struct, tag=True):
 
 
 class PostSettled(msgspec.Struct, tag=True):
-    """All posts up to this one have had their effect, or take longer than is waited for."""
+    """All posts up to this one have had their effect, but for threads that take longer than is waited for."""
 
     number: int
 
@@ -317,8 +317,8 @@ class EpisodeProcess:
         self._crowded = crowded
         self._patience = SettlePatience(ROUND_TRIP_S)
         self._numbers = count(1)
-        self._posted = self._missed = 0
-        """Numbers of posts: the newest one, and the one that was given up last."""
+        self._posted = self._awaited = 0
+        """Numbers of posts: the newest one, and the newest that was waited for."""
         self._episodes = 0
         self._calls: list[LoopCall] = []
         """Of the next post."""
@@ -337,7 +337,7 @@ class EpisodeProcess:
     def post(self, calls: Collection[Callable[[], None]], moving: Collection[object] = ()) -> None:
         """Have the process run these, in this order."""
         if self._life.over:
-            self._life, self._missed = self._begin_life(), 0
+            self._life, self._awaited = self._begin_life(), 0
         for call in calls:
             call()
         told, self._calls = self._calls, []
@@ -355,9 +355,9 @@ class EpisodeProcess:
         life = self._life
         life.await_start()
         with life.changed:
-            if life.settled >= self._missed:
-                found = self._patience.wait(life.changed, lambda: life.settled >= self._posted or life.over)
-                self._missed = 0 if found else self._posted
+            if life.settled >= self._awaited:
+                self._patience.wait(life.changed, lambda: life.settled >= self._posted or life.over)
+                self._awaited = self._posted
 
     def blocked(self) -> str:
         """Where a coroutine holds up all others, as the process has last said."""

@@ -228,8 +228,8 @@ class EpisodeServer:
         self._episodes = post.episodes
         calls = [call for one in post.calls if (call := self._call(one)) is not None]
         self._loop.post(calls, [self._attempts[number] for number in post.moving if number in self._attempts])
-        self._loop.settle()
-        self._pipe.tell(PostSettled(post.number))
+        if self._loop.settle():
+            self._pipe.tell(PostSettled(post.number))
 
     def _call(self, told: LoopCall) -> Callable[[], None] | None:
         """What is to run on the loop; None: its attempt has ended."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -86,6 +87,20 @@ async def computing(episode, generate, ctx, *, max_new_tokens=4, max_tokens=40):
     while time.monotonic() < until:
         sum(range(1000))
     return {"rewards/told": 1}
+
+
+DONE = []
+
+
+@step(**ENVIRONMENT)
+async def one_computes(episode, generate, ctx, *, max_new_tokens=4, max_tokens=100):
+    while episode.sample == 0 and len(DONE) % 3 < 2:
+        await asyncio.sleep(0)
+    prefix = episode.prompt_ids
+    for _ in range(60 if episode.sample else 1):
+        prefix = (*prefix, *(await generate(prefix, SamplingParams(max_new_tokens=1))).response_ids)
+    DONE.append(episode.sample)
+    return {"rewards/told": 1}
 """
 STEPS = dict[str, dict[str, object]].fromkeys(
     [
@@ -100,6 +115,7 @@ STEPS = dict[str, dict[str, object]].fromkeys(
         "wordy",
         "keeping",
         "waiting",
+        "one_computes",
     ],
     {},
 ) | {"asking": {"says": [10, 11, 12]}, "computing": {}}
@@ -187,6 +203,25 @@ def test_the_engine_goes_on_while_one_computes(apart: Steps) -> None:
     assert time.monotonic() - began >= 1.0
     assert turns > 50
     assert longest < 0.5
+
+
+@pytest.mark.parametrize("where", ["thread", "process"])
+def test_what_never_comes_to_rest_is_not_waited_for_each_time(apart: Steps, where: str) -> None:
+    """A coroutine computes in turns with those that ask for tokens, as long as they do."""
+    loop = EpisodeLoop(SETTLE_S) if where == "thread" else apart.process
+    samples, made = apart.samples("one_computes", loop), engine()
+    samples.submit(made, samples.begin([lease(5)]))
+    took = list[float]()
+    while samples.left:
+        assert samples.asks or samples.wait(10.0)
+        outputs, before = made.poll(), time.monotonic()
+        further, _ = samples.take(outputs)
+        took.append(time.monotonic() - before)
+        samples.submit(made, further)
+    if where == "thread":
+        loop.close()
+    assert len(took) >= 60
+    assert statistics.median(took) < SETTLE_S / 3
 
 
 def test_its_end_is_a_failure_of_its_episodes_and_another_one_goes_on(
