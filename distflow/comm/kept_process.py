@@ -19,6 +19,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -66,6 +67,7 @@ class KeptProcess:
             os.close(lifeline)
             os.close(reports)
         self._received = b""
+        self._killing = threading.Lock()
 
     @property
     def ended(self) -> bool:
@@ -112,9 +114,11 @@ class KeptProcess:
 
     def kill(self) -> None:
         """Have the child and its descendants killed."""
-        if self._lifeline >= 0:
-            os.close(self._lifeline)
-            self._lifeline = -1
+        # Once, whichever threads call this together: its number is soon that of another file.
+        with self._killing:
+            if self._lifeline >= 0:
+                os.close(self._lifeline)
+                self._lifeline = -1
 
     def close(self, limit_s: float = END_S) -> None:
         """Kill what still runs and wait for that."""

@@ -248,7 +248,9 @@ class Membership:
         out += [MemberMessage(name, "hello", self._card()) for name in absent]
         if now - self._beat_at >= BEAT_EVERY_S:
             self._beat_at = now
-            body = {"progress": progress, "facts": dict(facts)}
+            # A copy, for what follows too: the worker's main thread adds facts meanwhile.
+            facts = dict(facts)
+            body = {"progress": progress, "facts": facts}
             present = [name for name, peer in self.peers.items() if peer.state == "present"]
             news = {name: fact for name, fact in facts.items() if name not in self._minor}
             out += [MemberMessage(name, "beat", body) for name in self._order.next(present, news)]

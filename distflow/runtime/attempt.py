@@ -189,8 +189,9 @@ class LocalAttempt:
         """As of any attempt."""
         places = list[tuple[str, int]]()
         waiting: object = None if self._task is None else self._task.get_coro()
-        while isinstance(waiting, CoroutineType) and waiting.cr_frame is not None:
-            places.append((waiting.cr_frame.f_code.co_filename, waiting.cr_frame.f_lineno))
+        # Its frame is asked for once: another thread asks here, and the coroutine may come to its end meanwhile.
+        while isinstance(waiting, CoroutineType) and (frame := waiting.cr_frame) is not None:
+            places.append((frame.f_code.co_filename, frame.f_lineno))
             waiting = waiting.cr_await
         return innermost([(file, line) for file, line in places if not file.startswith(_HERE)])
 

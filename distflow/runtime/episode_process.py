@@ -365,8 +365,9 @@ class EpisodeProcess:
 
     def left_behind(self) -> list[str]:
         """Where threads are busy whose episodes are over, as the process has last said."""
-        crowded, self._life.crowded = self._life.crowded, ""
-        if crowded:
+        # Not put back unless it was there: it is said once, by another thread.
+        if crowded := self._life.crowded:
+            self._life.crowded = ""
             self._crowded(crowded)
         return self._life.seen.left_behind
 
@@ -475,12 +476,15 @@ class _Life:
                 # A step may write wherever it likes, there.
                 self._kill(f"it wrote what is no message ({error})")
                 break
+        # Who writes ends first: the number of the pipe is that of another file once it is closed.
+        self._process.kill()
+        self._writes.put(b"")
+        self._threads[0].join(CLOSE_S)
         self._process.close()
         with self.changed:
             self.over = True
             left = [attempt for attempt in self._attempts.values() if not attempt.closed]
             self.changed.notify_all()
-        self._writes.put(b"")
         for attempt in () if self._ending else left:
             attempt.hear(self._lost())
 

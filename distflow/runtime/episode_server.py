@@ -227,7 +227,7 @@ class EpisodeServer:
         self._loop.count(post.episodes - self._episodes)
         self._episodes = post.episodes
         calls = [call for one in post.calls if (call := self._call(one)) is not None]
-        self._loop.post(calls, [self._attempts[number] for number in post.moving if number in self._attempts])
+        self._loop.post(calls, [moving for number in post.moving if (moving := self._attempts.get(number)) is not None])
         if self._loop.settle():
             self._pipe.tell(PostSettled(post.number))
 
@@ -241,9 +241,11 @@ class EpisodeServer:
             attempt = step.attempt(episode, hear, number=told.number, first=told.first)
             self._attempts[told.attempt] = attempt
             return attempt.begin
-        if told.attempt not in self._attempts:
+        # Looked up once: the thread on which it comes to its end forgets it.
+        known = self._attempts.get(told.attempt)
+        if known is None:
             return None
-        attempt = self._attempts[told.attempt]
+        attempt = known
         if isinstance(told, GiveTokens):
             episode = attempt.episode
             written = (decoded(told.response), episode.task, told.finish_reason, told.response_ids)
@@ -254,7 +256,7 @@ class EpisodeServer:
         if isinstance(told, RefuseCall):
             error = (ContextFull if told.full else RequestRefused)(told.did, told.more)
             return partial(attempt.refuse, told.call, error)
-        del self._attempts[told.attempt]
+        self._attempts.pop(told.attempt, None)
         return attempt.close
 
     def _hear(self, number: int, step: HostedStep, attempt: Attempt, event: Event) -> None:

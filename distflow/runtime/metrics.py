@@ -117,8 +117,9 @@ class MetricStore:
     def timed(self, name: str, category: str = "runtime") -> Iterator[None]:
         """Add the seconds spent inside. `category`, such as a step's role, groups them here and in the trace."""
         begin = time.perf_counter()
-        if self._since is None:
-            self._since = begin
+        with self._lock:
+            if self._since is None:
+                self._since = begin
         try:
             yield
         finally:

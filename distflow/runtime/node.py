@@ -124,8 +124,9 @@ class Node:
         self.endpoint.send(to, kind, body)
 
     def work_done(self, amount: int = 1) -> None:
-        """Count work done, as a sign of progress."""
-        self._work += amount
+        """Count work done, as a sign of progress. Any thread may call this."""
+        with self.board.condition:
+            self._work += amount
 
     def count_work(self, source: Callable[[], int]) -> None:
         """Add a counter kept elsewhere to this worker's progress."""
@@ -259,7 +260,9 @@ class Node:
             "counts": dict(self.counts()),
             "checkpointed": self.checkpointed,
         }
-        more = {key: [one for rows in sources for one in rows()] for key, sources in self.status_rows.items()}
+        # A copy: the main thread adds what it builds meanwhile.
+        sources_of = self.status_rows.copy()
+        more = {key: [one for rows in sources for one in rows()] for key, sources in sources_of.items()}
         self.endpoint.reply(message, row | more)
 
     def _stacks(self, message: Message) -> None:

@@ -416,7 +416,9 @@ def connect_owner(node: Node, lanes: Lanes, inbound: InboundSamples, reader: Pro
     node.on_close(reader.close)
     # The reader does the same, unless the next prompt keeps it busy.
     node.on_tick(lambda now: tell_of_prompts(node, inbound, reader))
-    core.prompts_arrived(time.monotonic())  # none has; this asks for the first ones
+    with node.board.condition:
+        # None has; this asks for the first ones, and the reader may come with them before it returns.
+        core.prompts_arrived(time.monotonic())
     lanes.register(node.on, inbound.kinds, inbound.on_message)
     node.on_lost(lambda lost: inbound.send(core.worker_lost(lost.name, lost.incarnation, time.monotonic())))
     node.on_tick(lambda now: look(inbound, node.board, now))
@@ -452,20 +454,22 @@ def await_readers(store: SampleStore, board: WaitBoard, drain_s: float) -> None:
     consumers = store.consumers
     with board.condition:
         store.tick(time.monotonic())
+
+    def unread() -> str:
+        # Clients are heard meanwhile, on the endpoint's thread.
+        with board.condition:
+            return ", ".join(map(repr, consumers.unread()))
+
     try:
         board.until(
             lambda: None if consumers.unread() else True,
-            name=lambda: f"consumer {_named(consumers.unread())} outside the run to read the last samples",
+            name=lambda: f"consumer {unread()} outside the run to read the last samples",
             peers=(),
             limit_s=drain_s,
             limit="limits.drain_s",
             progress=lambda: consumers.progress,
         )
     except RunStopped:
-        log.warning("stopped before consumer %s had read the last samples", _named(consumers.unread()))
+        log.warning("stopped before consumer %s had read the last samples", unread())
     except NoProgressError as error:
         log.warning("%s; they are lost to it", error)
-
-
-def _named(consumers: Sequence[str]) -> str:
-    return ", ".join(map(repr, consumers))

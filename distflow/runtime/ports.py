@@ -96,7 +96,9 @@ def owns(base: Base, tokenizer: Tokenizer) -> Owned | None:
     """The owner's end of the leases; None at a worker that owns none."""
     if not base.standing.ledgers:
         return None
-    return offer_samples(base.setting, base.node, build_inbound(base.setting, base.node, base.lanes, tokenizer))
+    with base.node.board.condition:
+        # Threads begin to read prompts, of which samples may be made at once: who hears of them is built first.
+        return offer_samples(base.setting, base.node, build_inbound(base.setting, base.node, base.lanes, tokenizer))
 
 
 def validates(base: Base, tokenizer: Tokenizer) -> Validation | None:

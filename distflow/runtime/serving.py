@@ -272,7 +272,9 @@ class Answering:
     @property
     def over_in(self) -> int | None:
         """The training workers' term that has ended in order; None: none has. A later term may need this worker."""
-        return self._term if self.training_over else None
+        with self._board.condition:
+            # Both of one term: the endpoint's thread learns of the next one.
+            return self._term if self.training_over else None
 
     def _await(self, steps: Sequence[str]) -> list[tuple[CallKey, _Asked]]:
         """Wait for requests and begin them; an empty list when there will be none."""

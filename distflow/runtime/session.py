@@ -45,6 +45,7 @@ from distflow.runtime.ports import Base, HeldModels, Outbound
 from distflow.runtime.process_record import note_term
 from distflow.runtime.protocols import Alone, Backend, Engine, Tokenizer
 from distflow.runtime.replicas import Replicas, build_replicas, build_shard_links
+from distflow.runtime.rollout_loop import RolloutLoop
 from distflow.runtime.rows import InboundRows, OutboundRows
 from distflow.runtime.serving import Answering
 from distflow.runtime.steps import StepContext, StepRunner
@@ -103,7 +104,7 @@ class Session:
         self._serving: Answering | None = None
         self._episodes: EpisodeLoop | EpisodeProcess = EpisodeLoop(SETTLE_S, self._begin_again)
         self._trackers = start_trackers(setting, self._metrics.add)
-        self._settled = self._terminated = False
+        self._settled = self._terminated = self._told_to_leave = False
         self._on_sigterm = signal.getsignal(signal.SIGTERM)
         """What SIGTERM does outside of this session."""
 
@@ -194,6 +195,7 @@ class Session:
         self._node.on_agent("drain", self._drain)
         self._node.counts = self._metrics.counts
         self._node.on_tick(self._count_together)
+        self._node.on_tick(self._leave_if_told)
         if self._trains:
             # Everything a trainer measures shows progress, each micro-batch too: generating workers wait by it.
             self._node.count_work(lambda: self._metrics.recorded)
@@ -300,22 +302,30 @@ class Session:
         return self._contexts[step].training_step, self._contexts[step].policy_version
 
     def _drain(self, message: Message) -> None:
-        if not self._leave_early():
+        if self._leaves_early is None:
             log.warning("drain request ignored: %s is a training worker and cannot be drained", self._name)
+        else:
+            self._leaves_early.drain()
 
-    def _leave_early(self) -> bool:
-        """Hand back what this worker has, and leave; returns whether it can: training workers cannot."""
-        part = None if self._trains else self._serving if self._generating is None else self._generating.loop
-        if part is not None:
-            part.drain()
-        return part is not None
+    @property
+    def _leaves_early(self) -> Answering | RolloutLoop | None:
+        """Whose `drain` hands back what this worker has, and ends it; training workers have none."""
+        return None if self._trains else self._serving if self._generating is None else self._generating.loop
 
     def _on_terminate(self, number: int, frame: object) -> None:
         """The machine may be about to be reclaimed: a worker that can hands back what it has first."""
-        if self._terminated or not self._leave_early():
+        if self._terminated or self._leaves_early is None:
             signal.signal(signal.SIGTERM, self._on_sigterm)
             os.kill(os.getpid(), signal.SIGTERM)
-        self._terminated = True
+        # The endpoint's thread does it: a signal comes in the midst of whatever the main thread does, which may go
+        # through what is to be handed back, or hold a lock that others wait for.
+        self._terminated = self._told_to_leave = True
+
+    def _leave_if_told(self, now: float) -> None:
+        """Hand back what this worker has, once."""
+        if self._told_to_leave and self._leaves_early is not None:
+            self._told_to_leave = False
+            self._leaves_early.drain()
 
     def _begin_again(self, why: str) -> None:
         """End this worker as a signal would, which lets it hand back what it has: its agent starts it again."""
@@ -352,7 +362,8 @@ class Session:
             limit="limits.connect_s",
             progress=lambda: sum(map(membership.met, membership.peers)),
         )
-        log.info("connected to %s", ", ".join(name for name in membership.peers if membership.present(name)))
+        # A copy: the endpoint's thread adds peers meanwhile.
+        log.info("connected to %s", ", ".join(filter(membership.present, list(membership.peers))))
 
     def _new_version(self, version: Version) -> None:
         """An engine has loaded new weights: write the metrics measured with the previous ones."""

@@ -129,7 +129,8 @@ class Tracer(TraceSink):
         """Number threads by their first event; a thread that reuses a dead one's identity takes over its row."""
         identity = threading.get_ident()
         if identity not in self._threads:
-            self._threads[identity] = len(self._threads) + 1
+            with self._counting:
+                self._threads[identity] = len(self._threads) + 1
             self._put(("T", self._threads[identity], threading.current_thread().name))
         return self._threads[identity]
 

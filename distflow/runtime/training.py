@@ -279,7 +279,7 @@ class Training:
             self._parts.inbound.send(cores[0].finish(time.monotonic()))
             if self._parts.validation is not None:
                 self._parts.validation.finish()
-        holders = [holder.name for core in cores for holder in core.holders()]
+            holders = [holder.name for core in cores for holder in core.holders()]
         try:
             self._board.until(
                 lambda: True if all(core.all_left for core in cores) else None,
@@ -406,7 +406,9 @@ class Training:
     def _found_elsewhere(self) -> Iterator[str]:
         """Yield why homes of other models find that training should end."""
         peers = self._node.membership.peers
-        return (str(peers[name].facts[ENDS_BECAUSE]) for name in sorted(peers) if peers[name].facts.get(ENDS_BECAUSE))
+        # Each is looked at once: the endpoint's thread puts others in the place of a peer's facts.
+        told = (peers[name].facts.get(ENDS_BECAUSE) for name in sorted(peers))
+        return (str(reason) for reason in told if reason)
 
     def _end_if_nothing_is_learnt(self, t: int) -> None:
         """Raise WorkerFailed, with everything saved, if nothing is learnt for too long, here or elsewhere."""

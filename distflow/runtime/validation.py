@@ -181,7 +181,8 @@ class Validation:
             self._board.until(
                 lambda: True if self._core.consumable() else None,
                 name=f"validation of version {self._plan.versions[self._core.version]}",
-                peers=tuple(holder.name for holder in self._core.holders()),
+                # Asked for in the wait, which has the lock under which they change.
+                peers=lambda: tuple(holder.name for holder in self._core.holders()),
                 limit_s=self._no_progress_s,
                 progress=lambda: self._core.progress_count,
             )

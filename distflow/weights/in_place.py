@@ -65,8 +65,7 @@ class InPlace:
     def offer(self, manifest: Manifest) -> None:
         """Copy this version next, unless it is known to be gone."""
         with self._lock:
-            if manifest.version != self.overtaken and manifest.version.survives(self._begins):
-                self._offered = manifest
+            self._offer(manifest)
 
     def refresh(self, engine: Updatable) -> Manifest | None:
         """Copy the offered version, twice if its bytes were wrong; if it is gone, the engine stays paused."""
@@ -87,8 +86,10 @@ class InPlace:
     def again(self, manifest: Manifest) -> None:
         """Check and copy this version again, unless another was offered."""
         self._reader.doubt(manifest)
-        if not self.waiting:
-            self.offer(manifest)
+        with self._lock:
+            # Looked at and put there together: a newer one may be offered at any time.
+            if self._offered is None:
+                self._offer(manifest)
 
     def begin_term(self, term: int, begins: Mapping[int, int]) -> None:
         """Forget a version that does not survive, and release the memory of earlier terms."""
@@ -101,6 +102,10 @@ class InPlace:
     def close(self) -> None:
         """Release everything."""
         self._reader.close()
+
+    def _offer(self, manifest: Manifest) -> None:
+        if manifest.version != self.overtaken and manifest.version.survives(self._begins):
+            self._offered = manifest
 
     def _copy_right(self, engine: Updatable, manifest: Manifest) -> None:
         try:

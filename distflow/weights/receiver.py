@@ -140,6 +140,9 @@ class WeightInbox:
             self._wanted = None
         else:
             self._reader.offer(newest)
+        if self._newest is not newest:
+            # Announced meanwhile, on another thread: it is not to be lost behind this one.
+            self._choose()
 
     def _wants(self, version: Version) -> bool:
         """Whether this version is one of those that are wanted, or the nearest that is left of one."""

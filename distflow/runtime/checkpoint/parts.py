@@ -7,6 +7,7 @@ import json
 import math
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -91,6 +92,7 @@ class CheckpointWriter:
         self._keeping = keeping
         self._recipe = dict(recipe or {})
         self._arithmetic = dict(arithmetic or {})
+        self._counting = threading.Lock()
         self.written = 0
         """Bytes copied and written so far, in all checkpoints."""
         self.held: set[Path] = set()
@@ -206,8 +208,9 @@ class CheckpointWriter:
         return write_tensors(path, entries, tensors.__getitem__, {SHAPES: json.dumps(shapes)}, self.note)
 
     def note(self, amount: int) -> None:
-        """Count further bytes."""
-        self.written += amount
+        """Count further bytes. Safe to call from several threads: parts, folders and copies are written by others."""
+        with self._counting:
+            self.written += amount
 
     def _check_term(self, term: int) -> None:
         """Refuse to write for a term that a later one has replaced: this worker was cut off while others restarted."""

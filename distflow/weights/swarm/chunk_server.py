@@ -232,7 +232,8 @@ class _Connection:
                     raise ProtocolError(f"more than {MOST_WAITING} requests at a time")
                 self._jobs.put(ask)
         except Refused:
-            self._server.traffic.refused += 1
+            with self._server.lock:
+                self._server.traffic.refused += 1
         except ProtocolError as error:
             log.warning("hung up on a reader of weights: %s", error)
         except OSError:
