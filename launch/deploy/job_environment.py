@@ -40,6 +40,12 @@ _FOR_SRUN = ("cpus-per-task", "no-kill")
 _STEP = ("--ntasks-per-node=1", "--export=ALL", "--kill-on-bad-exit=0", "--wait=0")
 """Regardless of the cluster and --slurm export=…: tasks get the secret, and one that ends does not end the others."""
 _KEY = re.compile(r"[a-z][a-z-]*")
+_TYPE = r"[^:,]*[^:,0-9][^:,]*"
+_GPUS = re.compile(rf"(?:{_TYPE}:)?(?P<count>[0-9]+)")
+_GRES = re.compile(rf"gpu(?::{_TYPE})?(?::(?P<count>[0-9]+))?")
+"""How many GPUs, as options of Slurm say it: 8, h100:8; among other resources gpu, gpu:8, gpu:h100, gpu:h100:8."""
+_OF_A_NODE = ("gpus-per-node", "gres", "gpus-per-task")
+"""Options that say how many GPUs each node has: a node has one task."""
 
 
 class JobRefused(UserError):
@@ -68,6 +74,19 @@ class JobNode:
     def name(self, rank: int) -> str:
         """The name of a node for messages."""
         return f"node {rank}" + (f" ({self.names[rank]})" if rank < len(self.names) else "")
+
+
+@dataclass(frozen=True, slots=True)
+class JobSize:
+    """The nodes and GPUs that a job asks Slurm for."""
+
+    nodes: int
+    gpus_each: int | None
+    """GPUs of each node; None: the job does not say."""
+    gpus: int | None
+    """GPUs of all nodes together; None: the job does not say."""
+    where: str
+    """The options that say it, for messages."""
 
 
 def read_node(environment: Mapping[str, str]) -> JobNode:
@@ -231,6 +250,26 @@ def slurm_settings(words: Sequence[str]) -> dict[str, str]:
     if "nodes" not in found or not found["nodes"].isdecimal() or int(found["nodes"]) < 1:
         raise UserError("--slurm: the number of nodes is missing — give it as --slurm nodes=4")
     return found
+
+
+def job_size(settings: Mapping[str, str], environment: Mapping[str, str]) -> JobSize:
+    """The size of a job with these options of sbatch, of which the environment may replace some (`SBATCH_GRES`)."""
+    nodes, where = int(settings["nodes"]), f"--slurm nodes={settings['nodes']}"
+    for key in (*_OF_A_NODE, "gpus"):
+        variable = f"SBATCH_{key.upper().replace('-', '_')}"
+        replaced = variable in environment
+        text = environment[variable] if replaced else settings.get(key, "")
+        if count := _gpus(_GRES if key == "gres" else _GPUS, text):
+            told = f"{where} {variable}={text}" if replaced else f"{where},{key}={text}"
+            each = count if key in _OF_A_NODE or nodes == 1 else None
+            return JobSize(nodes, each, count if each is None else nodes * each, told)
+    return JobSize(nodes, None, None, where)
+
+
+def _gpus(form: re.Pattern[str], text: str) -> int:
+    """GPUs that an option of Slurm asks for; 0: it says nothing of them."""
+    found = [form.fullmatch(part.strip()) for part in text.split(",")]
+    return sum(int(one["count"] or 1) for one in found if one is not None)
 
 
 def render_job(settings: Mapping[str, str], runs: Sequence[tuple[Path, Sequence[str]]], folder: Path) -> str:

@@ -28,16 +28,24 @@ from distflow.launch.deploy.fan_out import SshWays, Ways
 from distflow.launch.deploy.folder_contents import Beginning, RunContents, fill, start_first_agent, unwritable
 from distflow.launch.deploy.host_checks import capacity, problems_here, space_problems
 from distflow.launch.deploy.hostfile import Host
-from distflow.launch.deploy.job_environment import JobRefused, forwarded, render_job, slurm_settings, submit
+from distflow.launch.deploy.job_environment import (
+    JobRefused,
+    JobSize,
+    forwarded,
+    job_size,
+    render_job,
+    slurm_settings,
+    submit,
+)
 from distflow.launch.deploy.launch_request import Options, check_lineage, overridden, recipe_of
 from distflow.launch.deploy.monitor import Interrupts, Monitor
 from distflow.launch.deploy.multi_host import HostsRequest, fetch_record, start_on_hosts
 from distflow.launch.deploy.placement import (
     WorkerPlacement,
     begin_with,
+    check_job,
     check_numbers,
     needs_here,
-    pin_problems,
     place_workers,
 )
 from distflow.launch.deploy.ssh import Transport
@@ -344,11 +352,12 @@ def submit_jobs(runs: Sequence[Options]) -> int:
     """
     options = runs[0]
     settings = slurm_settings(options.slurm)
+    size = job_size(settings, os.environ)
     forwarded(os.environ, options.forward, ())  # told now rather than by the job
     made = not options.runs_dir.exists()
     created: list[Path] = []
     try:
-        commands = [_prepared(run, created, int(settings["nodes"])) for run in runs]
+        commands = [_prepared(run, created, size) for run in runs]
         text = render_job(settings, commands, Path.cwd())
         if options.dry_run:
             click.echo(text, nl=False)
@@ -370,12 +379,11 @@ def submit_jobs(runs: Sequence[Options]) -> int:
     return 0
 
 
-def _prepared(options: Options, created: list[Path], nodes: int) -> tuple[Path, list[str]]:
-    """Return the folder of a run that a job of so many nodes will fill, and the job's command; notes the folder if it
-    is there now. Raises RecipeError for a pool that is pinned to nodes whose names nobody knows yet."""
+def _prepared(options: Options, created: list[Path], size: JobSize) -> tuple[Path, list[str]]:
+    """Return the folder of a run that a job of this size will fill, and the job's command; notes the folder if it
+    is there now. Raises RecipeError or HostsError for workers that find no places in the job."""
     loaded, plan = recipe_of(options, need_files=False)
-    if problems := pin_problems(plan, nodes, loaded.origin):
-        raise RecipeError(problems)
+    check_job(plan, size, loaded.origin)
     name = plan.run_name if options.name is None else options.name
     if options.dry_run and options.resume:
         run_dir = existing_run_folder(options.runs_dir, name, explicit=options.name is not None)

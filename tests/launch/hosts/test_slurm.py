@@ -13,7 +13,7 @@ from distflow.comm.keys import key_file, read_keys
 from distflow.errors import UserError
 from distflow.launch.cli import run as distflow
 from distflow.launch.deploy import launcher as running
-from distflow.launch.deploy.job_environment import render_job, slurm_settings
+from distflow.launch.deploy.job_environment import job_size, render_job, slurm_settings
 from distflow.launch.run.record import RunRecord, read_record
 from tests.launch.conftest import await_that
 from tests.launch.hosts.conftest import WAIT_S
@@ -92,6 +92,61 @@ def test_what_srun_does_not_take_from_sbatch_is_told_to_both():
 def test_settings_that_make_no_sense_are_refused(words, message):
     with pytest.raises(UserError, match=message):
         slurm_settings(words)
+
+
+@pytest.mark.parametrize(
+    "words, environment, each, together",
+    [
+        ("nodes=2,gpus-per-node=8", {}, 8, 16),
+        ("nodes=3,gpus-per-node=h100:4", {}, 4, 12),
+        ("nodes=2,gres=gpu", {}, 1, 2),
+        ("nodes=2,gres=gpu:h100", {}, 1, 2),
+        ("nodes=2,gres=gpu:4", {}, 4, 8),
+        ("nodes=2,gres=gpu:1g.10gb:7", {}, 7, 14),
+        ("nodes=2,gpus-per-task=6", {}, 6, 12),
+        ("nodes=1,gpus=a100:5", {}, 5, 5),
+        # How they are divided over the nodes is up to Slurm.
+        ("nodes=2,gpus=12", {}, None, 12),
+        ("nodes=2,gpus=12,gres=gpu:6", {}, 6, 12),
+        ("nodes=2,gres=tmp:8", {}, None, None),
+        ("nodes=2,gpus-per-node=0", {}, None, None),
+        ("nodes=2,gres=none,mem=0", {}, None, None),
+        ("nodes=2", {"SBATCH_GPUS_PER_NODE": "4"}, 4, 8),
+        ("nodes=2,gres=gpu:4", {"SBATCH_GRES": "tmp:1,gpu:a:1,gpu:b:2"}, 3, 6),
+    ],
+)
+def test_the_gpus_of_a_job_are_counted_from_the_options_of_sbatch(words, environment, each, together):
+    size = job_size(slurm_settings([words]), environment)
+    assert (size.gpus_each, size.gpus) == (each, together)
+
+
+@pytest.mark.parametrize(
+    "settings, overrides, said",
+    [
+        ("nodes=2,gres=gpu:1", [], "--slurm nodes=2,gres=gpu:1: slots — 3 workers, but the 2 hosts together have 2"),
+        ("nodes=1,gpus=2", [], "--slurm nodes=1,gpus=2: slots — 3 workers, but node 0 has 2"),
+        ("nodes=2,gpus=4", ["layout.pools.rollout.count=4"], "5 workers, but the 2 nodes together have 4"),
+        (
+            "nodes=2,gpus-per-node=2",
+            ["layout.pools.rollout.hosts=[1]", "layout.pools.rollout.count=3"],
+            "pool 'rollout' has 3 workers, but the hosts that it may run on (node 1) have 2",
+        ),
+    ],
+)
+def test_a_job_with_too_few_gpus_is_refused_before_it_is_submitted(tmp_path, capsys, settings, overrides, said):
+    runs = tmp_path / "runs"
+    job = ["launch", "quickstart", *overrides, "--runs-dir", str(runs), "--slurm", settings]
+    for more in ([], ["--dry-run"]):
+        assert distflow([*job, *more]) == 2
+        assert said in capsys.readouterr().err
+    assert not runs.exists()
+
+
+@pytest.mark.parametrize("settings", ["nodes=3,gres=gpu:1", "nodes=2,gpus=3", "nodes=2", "nodes=1,gres=license:1"])
+def test_a_job_with_enough_gpus_or_of_an_unknown_number_is_taken(tmp_path, capsys, settings):
+    job = ["launch", "quickstart", "--runs-dir", str(tmp_path / "runs"), "--dry-run", "--slurm", settings]
+    assert distflow(job) == 0
+    assert capsys.readouterr().out.startswith("#!/bin/bash\n")
 
 
 def launch(hosts, *arguments, **environment):
