@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from distflow.data.decoding import read
-from distflow.exchange.dealing import DealRule, Hand, Offer, deal, deal_step, in_messages, ranks
+from distflow.exchange.dealing import DealOf, DealRule, Hand, Offer, deal, deal_step, in_messages, ranks
 from distflow.exchange.group_transfer import GROUPS, KEPT, REPEAT_S, Send, Transfer, TransferAnswer
 from distflow.parts import Lengths
 
@@ -45,10 +45,11 @@ class _Sent:
 
 
 class DealCore:
-    """Replica `me` of `members`, a list that is the same for all."""
+    """Replica `me` of `members`, a list that is the same for all. `deal`: `deal_step`, or what gives the same."""
 
-    def __init__(self, me: str, members: Sequence[str], rule: DealRule) -> None:
+    def __init__(self, me: str, members: Sequence[str], rule: DealRule, deal: DealOf = deal_step) -> None:
         self.rule = rule
+        self._deal = deal
         self.step = -1
         self.ranks: Mapping[int, int] = {}
         """Ranks of all groups of the step in their ledgers, once all have been dealt."""
@@ -165,7 +166,7 @@ class DealCore:
         return max(loads) * members <= UNEVEN * sum(loads)
 
     def _settle(self, offers: Mapping[int, Offer], now: float) -> Dealt:
-        hands = deal_step(offers, len(self._members), self.ranks, self.rule, even=not self.ranks)
+        hands = self._deal(offers, len(self._members), self.ranks, self.rule, even=not self.ranks)
         mine = hands[self._me]
         if mine:
             self._hands.append(mine)

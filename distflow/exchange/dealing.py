@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from distflow.parts import CostRule, Lengths, RowPiece, sorted_pieces, take
 
@@ -64,6 +64,15 @@ def deal_step(
             hand.update(more)
             first = max([first, *(1 + number for numbers in more.values() for number in numbers)])
     return [dict(sorted(hand.items())) for hand in hands]
+
+
+class DealOf(Protocol):
+    """`deal_step`, or a function that gives the same."""
+
+    def __call__(
+        self, offers: Mapping[int, Offer], replicas: int, found: Mapping[int, int], rule: DealRule, *, even: bool
+    ) -> list[Hand]:
+        """Return the hands of the replicas."""
 
 
 def deal(

@@ -173,6 +173,18 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
+def ranges(names: Sequence[str]) -> str:
+    """Name workers, those with consecutive numbers as one range. Example: rollout/0 … rollout/7, trainer/0."""
+    runs: list[list[str]] = []
+    for name in names:
+        pool, _, number = name.rpartition("/")
+        if runs and runs[-1][-1] == f"{pool}/{int(number) - 1}":
+            runs[-1].append(name)
+        else:
+            runs.append([name])
+    return ", ".join(map(_range, runs))
+
+
 def memory_data(plan: Plan, capacity: Capacity) -> dict[str, Any]:
     """The same in bytes, for JSON."""
     workers = [
@@ -315,7 +327,7 @@ def _alike(all_placed: Sequence[Placed]) -> Iterator[tuple[str, Placed]]:
         place = one.place.partition(":")[0]
         groups.setdefault((pool, dataclasses.replace(one.estimate, worker=""), place), []).append(one)
     for same in groups.values():
-        first, names = same[0], _range([one.estimate.worker for one in same])
+        first, names = same[0], ranges([one.estimate.worker for one in same])
         yield names, dataclasses.replace(first, place=first.place.partition(":")[0]) if len(same) > 1 else first
 
 

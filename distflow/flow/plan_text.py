@@ -13,7 +13,7 @@ from distflow.flow.estimate import packs
 from distflow.flow.graph_text import edge_lines, lane_text, model_lines, pool_lines, waits_of
 from distflow.flow.lanes import ONE_HOST, Whereabouts, nixl_pools, parts_readers
 from distflow.flow.memory import MIB, STEPS_OF_ROWS, rows_bytes, step_bytes
-from distflow.flow.memory_fit import UNSEEN, Capacity, gpu_bytes, memory_data, memory_lines, table
+from distflow.flow.memory_fit import UNSEEN, Capacity, gpu_bytes, memory_data, memory_lines, ranges, table
 from distflow.flow.plan import Plan, WorkerPlan
 from distflow.flow.plugin_options import repeats_samples
 from distflow.flow.sharding import divides_models
@@ -87,12 +87,14 @@ def _indent(lines: Sequence[str]) -> list[str]:
 
 
 def _workers(plan: Plan, capacity: Capacity) -> list[str]:
-    rows = [["worker", "roles", "device", "threads", "runs with", "steps"]]
+    rows: dict[tuple[str, ...], list[str]] = {}
     for worker in plan.workers:
         steps = ", ".join(step.name for step in worker.steps)
-        cells = [str(worker.name), ",".join(worker.roles), worker.device, str(worker.threads)]
-        rows.append([*cells, _means(worker, slots_fit(plan, worker, gpu_bytes(capacity))), steps])
-    return table(rows)
+        runs_with = _means(worker, slots_fit(plan, worker, gpu_bytes(capacity)))
+        cells = (worker.name.pool, ",".join(worker.roles), worker.device, str(worker.threads), runs_with, steps)
+        rows.setdefault(cells, []).append(str(worker.name))
+    head = ["worker", "roles", "device", "threads", "runs with", "steps"]
+    return table([head, *([ranges(names), *cells[1:]] for cells, names in rows.items())])
 
 
 def _means(worker: WorkerPlan, fit: SlotsFit | None) -> str:
@@ -281,7 +283,7 @@ def _by_other_links(plan: Plan) -> Iterator[str]:
             )
         pools = parts_readers(plan, model)
         if pools:
-            home = ", ".join(plan.home_of(model).members)
+            home = ranges(plan.home_of(model).members)
             yield (
                 f"weights of {model}: each of {home} sends its part to {' and '.join(pools)} "
                 "in the clear, unauthenticated, over Gloo; what does not come so takes the other lanes"
@@ -293,7 +295,7 @@ def network_lines(plan: Plan) -> list[str]:
     lines = []
     for library in library_ports(plan):
         where = "127.0.0.1" if library.local else "the host's address in the run (127.0.0.1 on one machine)"
-        lines.append(f"ports without the run's key: {library.name} of {', '.join(library.workers)}, at {where}")
+        lines.append(f"ports without the run's key: {library.name} of {ranges(library.workers)}, at {where}")
     everything = plan.recipe.security.encrypt == "all"
     weights = "encrypted" if everything else "in the clear, checked by digests (security.encrypt: all encrypts them)"
     lines.append(f"between hosts: control messages and samples encrypted; weights {weights}; {_encoding(plan)}")

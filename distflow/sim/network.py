@@ -30,7 +30,7 @@ from distflow.metrics.batch_cost import BatchCost
 from distflow.sim.account import SimulatedTraffic, Totals
 from distflow.sim.event_queue import EventQueue, Fault
 from distflow.sim.scenario import Record, Scenario
-from distflow.sim.trainer import SimulatedReplica
+from distflow.sim.trainer import SharedDeal, SimulatedReplica
 from distflow.sim.worker import Had, SimulatedWorker
 from distflow.types import Version
 
@@ -66,6 +66,7 @@ class LeaseNetwork(EventQueue):
         self.begins: dict[int, int] = {}
         self._saved: dict[str, object] | None = dict(scenario.snapshot) if scenario.snapshot is not None else None
         self.owner_names = [f"trainer/{r}" for r in range(scenario.owners)]
+        self.deal = SharedDeal()
         self.began_on: dict[int, set[Version]] = {}
         self.arrived: dict[int, float] = {}
         self.last_arrival = 0.0

@@ -53,7 +53,7 @@ HOST_GPUS = 8
 """Of one host, where the plan does not say how many hosts there are: as servers for training have."""
 LONG_TURN_S = 10.0
 """An environment that takes longer is looked at less often: the intervals of reports grow as it does."""
-LONG_STEP_S = 1000.0
+LONG_STEP_S = 100.0
 """So are the devices whose training step takes longer."""
 HEARD_S = 0.01
 """Maximum time until a worker hears of a version."""

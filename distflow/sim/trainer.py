@@ -8,12 +8,12 @@ afterwards, one with nothing to do at once. When all have reported what they tra
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
 from distflow.exchange.deal_core import DealCore, ReadyGroups
-from distflow.exchange.dealing import DealRule
+from distflow.exchange.dealing import DealRule, Hand, Offer, deal_step
 from distflow.exchange.group_transfer import GROUPS, Send
 from distflow.exchange.intake_core import IntakeCore, IntakeRule, Sending, Take
 from distflow.exchange.messages import HolderMessage, LeasePrompt, Message, Result
@@ -24,6 +24,23 @@ from distflow.sim.event_queue import Fault
 from distflow.sim.scenario import Record, Scenario
 from distflow.sim.workload import Workload
 from distflow.types import Version
+
+
+class SharedDeal:
+    """The deal that every replica computes for itself, computed once: they all deal what they heard together."""
+
+    def __init__(self) -> None:
+        self._asked: tuple[object, ...] = ()
+        self._hands: list[Hand] = []
+
+    def __call__(
+        self, offers: Mapping[int, Offer], replicas: int, found: Mapping[int, int], rule: DealRule, *, even: bool
+    ) -> list[Hand]:
+        """Return the hands of all replicas, as `deal_step` does."""
+        asked = (offers, replicas, found, rule, even)
+        if asked != self._asked:
+            self._asked, self._hands = asked, deal_step(offers, replicas, found, rule, even=even)
+        return self._hands
 
 
 class ReplicaNetwork(Protocol):
@@ -41,6 +58,7 @@ class ReplicaNetwork(Protocol):
     last_arrival: float
     """When the last group of those trained so far arrived."""
     versions: dict[tuple[str, int], set[Version]]
+    deal: SharedDeal
     began_on: dict[int, set[Version]]
     """Versions of the tokens of what has arrived, by position."""
 
@@ -103,7 +121,7 @@ class SimulatedReplica:
         if scenario.dealing and len(names) > 1:
             prompts = scenario.settings.ledgers * scenario.settings.groups_per_ledger
             deal = DealRule(prompts, scenario.settings.ledgers, cost, streamed=streamed)
-            return IntakeCore(self.owner, rule, dealing=DealCore(self.name, names, deal))
+            return IntakeCore(self.owner, rule, dealing=DealCore(self.name, names, deal, self.network.deal))
         others = [name for name in names if name != self.name] if scenario.stealing and streamed else []
         return IntakeCore(self.owner, rule, others, self._rng)
 

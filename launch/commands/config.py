@@ -91,10 +91,12 @@ def explain(key: str) -> int:
 def validate(recipe: str, overrides: tuple[str, ...], deep: bool, elsewhere: bool, hosts: Path | None) -> int:
     """Check RECIPE (a shipped name or a file): prints `ok`, or all problems with file, line and fix (exit code 2)."""
     from distflow.flow.lanes import ONE_HOST
+    from distflow.flow.memory_fit import UNSEEN
+    from distflow.flow.memory_fit import warnings as memory_warnings
     from distflow.flow.model_fit import position_problems
     from distflow.flow.plan_text import notes_of
     from distflow.flow.recipe_check import check_imports, plan_recipe
-    from distflow.launch.deploy.host_checks import problems_here
+    from distflow.launch.deploy.host_checks import capacity_for, problems_here
     from distflow.launch.deploy.placement import placement_lines
 
     loaded, plan = plan_recipe(recipe, overrides, need_files=hosts is None)
@@ -105,6 +107,7 @@ def validate(recipe: str, overrides: tuple[str, ...], deep: bool, elsewhere: boo
             replace(one, hint=f"{one.hint}; for other machines there are --elsewhere and --hosts FILE") for one in here
         ]
     placement = None if hosts is None else _placed(plan, hosts, loaded.origin)
+    seen = UNSEEN if elsewhere else capacity_for(plan, () if placement is None else placement.hosts)
     if deep:
         problems += check_imports(plan, loaded.origin)
     if problems:
@@ -124,6 +127,8 @@ def validate(recipe: str, overrides: tuple[str, ...], deep: bool, elsewhere: boo
     # Where the recipe is for other machines, their number is not known.
     for note in plan.notes if elsewhere else notes_of(plan, ONE_HOST if placement is None else placement.where):
         click.echo(note if note in plan.warnings else f"note: {note}")
+    for warning in memory_warnings(plan, seen):
+        click.echo(f"warning: {warning}")
     return 0
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Generator, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -106,17 +105,16 @@ def _hosts(options: Options) -> tuple[Host, ...] | None:
 
 def _show_plan(loaded: LoadedRecipe, plan: Plan, hosts: tuple[Host, ...] | None) -> int:
     from distflow.flow.plan_text import render_page
-    from distflow.launch.deploy.host_checks import capacity
+    from distflow.launch.deploy.host_checks import capacity_for
 
-    # Workers of several hosts do not share this one's memory.
-    seen = capacity()
+    seen = capacity_for(plan, hosts or ())
     if hosts is None:
         click.echo(render_page(plan, seen))
         return 0
     from distflow.launch.deploy.placement import place_workers, placement_lines
 
     placement = place_workers(plan, hosts, loaded.origin)
-    click.echo(render_page(plan, replace(seen, host=None), placement.where))
+    click.echo(render_page(plan, seen, placement.where))
     click.echo("\n".join(["", "hosts", *(f"  {line}" for line in placement_lines(plan, placement))]))
     return 0
 

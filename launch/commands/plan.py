@@ -91,6 +91,7 @@ def _show_plan(
     form: str,
 ) -> int:
     from distflow.flow.recipe_check import plan_recipe
+    from distflow.launch.deploy.host_checks import capacity_for
 
     loaded, plan = plan_recipe(recipe, overrides, need_files=False)
     placement = _placement(loaded, plan, hosts) if hosts else None
@@ -109,20 +110,11 @@ def _show_plan(
         from distflow.flow.plan_text import plan_data
 
         where = ONE_HOST if placement is None else placement.where
-        data = plan_data(plan, _capacity(plan, hosts, gpu_gib), where)
+        data = plan_data(plan, capacity_for(plan, hosts, gpu_gib), where)
         click.echo(json.dumps({**data, "hosts": _host_lines(plan, placement)}, indent=1))
     elif write is None and svg is None:
-        _show(plan, placement, _capacity(plan, hosts, gpu_gib))
+        _show(plan, placement, capacity_for(plan, hosts, gpu_gib))
     return 0
-
-
-def _capacity(plan: Plan, hosts: Sequence[Host], gpu_gib: float | None) -> Capacity:
-    """Return what is seen here, or GPUs of the memory that is given for them."""
-    from distflow.flow.memory_fit import with_gpus
-    from distflow.launch.deploy.host_checks import capacity
-
-    given = gpu_gib or min((host.gpu_gib for host in hosts if host.gpu_gib is not None), default=None)
-    return capacity() if given is None else with_gpus(plan, capacity(), given)
 
 
 def _optimize(
@@ -249,11 +241,10 @@ def _link_notes(trains: PoolNeed, found: SplitSearch, hosts: Sequence[Host]) -> 
 def _show(plan: Plan, placement: WorkerPlacement | None, seen: Capacity) -> None:
     from distflow.flow.plan_text import render_page
 
-    # Workers of several hosts do not share this one's memory.
     if placement is None:
         click.echo(render_page(plan, seen))
     else:
-        click.echo(render_page(plan, replace(seen, host=None), placement.where))
+        click.echo(render_page(plan, seen, placement.where))
         click.echo("\n".join(["", "hosts", *(f"  {line}" for line in _host_lines(plan, placement))]))
     if room := _shared_memory(plan, placement):
         title = "room for weights in /dev/shm, which is part of the memory above, in GiB"

@@ -99,10 +99,9 @@ def _turn_options(command: Command) -> Command:
 @click.option(
     "--limit",
     type=click.FloatRange(min=0.0, min_open=True),
-    default=LIMIT_S,
-    show_default=True,
     metavar="SECONDS",
-    help="End each simulation after so long, with the training steps that it has by then.",
+    help="End each simulation after so long, with the training steps that it has by then.  "
+    f"[default: {LIMIT_S:g}, or when two have ended, if that takes longer]",
 )
 @_turn_options
 @_output_options
@@ -149,10 +148,14 @@ def command(
     for option, name in (("-o", "output"), ("--plot", "plot")):
         if outputs[name] is not None:
             check_writable(option, outputs[name])
+    from distflow.sim.predict import LEAST_ENDED
+
+    # Only a limit that somebody gave may end it with nothing to say.
+    limits = (LIMIT_S, LEAST_ENDED) if limit_s is None else (limit_s, 0)
     found = []
     for number, (words, differing) in enumerate(combinations, start=1):
         which = f"{number} of {len(combinations)}: " if len(combinations) > 1 else ""
-        with _Progress(which, limit_s) as progress:
+        with _Progress(which, *limits) as progress:
             found.append(_simulated(recipe, words, differing, replace(inputs, watch=progress.tell)))
     _show(found, inputs, outputs)
     return 0
@@ -307,9 +310,9 @@ def _simulated(recipe: str, overrides: Sequence[str], differing: tuple[str, ...]
 class _Progress:
     """Tells on stderr how far a simulation is, and when it has taken long enough."""
 
-    def __init__(self, which: str, limit_s: float) -> None:
-        """`which`: of several simulations, as each line begins."""
-        self._which, self._limit_s = which, limit_s
+    def __init__(self, which: str, limit_s: float, least: int) -> None:
+        """`which`: of several simulations, as each line begins; `least`: steps before which it is not long enough."""
+        self._which, self._limit_s, self._least = which, limit_s, least
         self._rewrites = sys.stderr.isatty()
         self._every_s = TELL_S if self._rewrites else TELL_FILE_S
         self._began = time.monotonic()
@@ -325,11 +328,14 @@ class _Progress:
     def tell(self, ended: int, made: int) -> bool:
         """Say it if it is time; returns whether the simulation is to end."""
         now = time.monotonic()
+        long = now - self._began >= self._limit_s
         if now >= self._tell_at:
             self._tell_at = now + self._every_s
             text = f"{self._which}{ended} of {made} training steps simulated in {now - self._began:.0f} s"
+            if long and ended < self._least:
+                text += f"; {self._least} are needed to measure one, then it ends (batch.prompts: a smaller step)"
             click.echo(f"\r{text}\x1b[K" if self._rewrites else text, nl=not self._rewrites, err=True)
-        return now - self._began >= self._limit_s
+        return long and ended >= self._least
 
 
 def _show(found: Sequence[Simulated], inputs: SimulationInput, outputs: Mapping[str, Any]) -> None:

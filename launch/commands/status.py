@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +15,12 @@ import click
 
 if TYPE_CHECKING:
     from distflow.launch.observe.wait_graph import WaitGraph
-    from distflow.launch.run.record import RunRecord
+    from distflow.launch.run.record import RunRecord, SubmittedJob
 
 ANSWER_S = 2.0
+WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT")
+STARTING = ("CONFIGURING", "RUNNING")
+"""States of a job by Slurm: in the queue, and on its nodes."""
 TABLE = ("name", "pid", "host", "state", "step", "version", "memory MB", "sent MB", "received MB", "sent by lane, MB")
 COUNTED = ("unread", "claimed", "missed", "kept_bytes")
 """Of a consumer, what adds up over the owners."""
@@ -33,8 +38,13 @@ def command(run: str | None, as_json: bool, runs_dir: Path) -> None:
     """Show what each worker of RUN (default: the newest) is doing and what it waits for."""
     from distflow.launch.observe.alerts import not_numbers, restarts, troubles
     from distflow.launch.run.folder import find_run
+    from distflow.launch.run.record import FILE_NAME, read_job
 
-    seen = look(find_run(run, runs_dir))
+    run_dir = find_run(run, runs_dir, queued=True)
+    if not (run_dir / FILE_NAME).is_file() and (job := read_job(run_dir)) is not None:
+        _show_queued(run_dir, job, as_json=as_json)
+        return
+    seen = look(run_dir)
     if as_json:
         click.echo(json.dumps(seen.as_json()))
         return
@@ -47,12 +57,53 @@ def command(run: str | None, as_json: bool, runs_dir: Path) -> None:
             f"none of its processes is alive — resume it with `distflow launch --resume --run {record.name}`, or clean "
             f"up with `distflow stop {record.name}`"
         )
-    for line in (*restarts(record, seen.rows), *troubles(steps), *not_numbers(steps)):
+    for line in (*_resumes(record), *restarts(record, seen.rows), *troubles(steps), *not_numbers(steps)):
         click.echo(line)
     if not record.over:
         _print_table(seen.rows)
         for line in (*_findings(record, seen.rows, seen.graph), *_other_count(record, steps)):
             click.echo(line)
+
+
+def _show_queued(run_dir: Path, job: SubmittedJob, *, as_json: bool) -> None:
+    """Show where a job stands that has not started its run yet."""
+    from distflow.launch.deploy.job_environment import ask_queue
+
+    state, reason = ask_queue(job.number)
+    if as_json:
+        told = {"number": job.number, "state": state or None, "reason": reason, "submitted": job.submitted}
+        begun = "queued" if state in WAITING else "not begun"
+        click.echo(json.dumps({"run": run_dir.name, "state": begun, "job": {**told, "log": job.log}}))
+        return
+    minutes = max(0.0, time.time() - job.submitted) / 60
+    since = f"submitted {minutes:.0f} min ago" if minutes < 120 else f"submitted {minutes / 60:.0f} h ago"
+    if state:
+        what = "queued" if state in WAITING else "not begun"
+        told_state = f"{state} ({reason})" if reason else state
+        click.echo(f"{run_dir}: {what}; job {job.number} is {told_state}, {since}")
+    elif reason:
+        click.echo(f"{run_dir}: not begun; job {job.number}, {since}; {reason}")
+    else:
+        click.echo(f"{run_dir}: not begun; Slurm has no job {job.number} any more, {since}")
+    if state in WAITING:
+        click.echo(f"it runs with the recipe as it was then; `scancel {job.number}` takes it out of the queue")
+    elif Path(job.log).is_file():
+        click.echo(f"log: {job.log}")
+    elif state not in STARTING and not (reason and not state):
+        click.echo(f"nothing of it was written: submit it again after `rm -r {shlex.quote(str(run_dir))}`")
+
+
+def _resumes(record: RunRecord) -> Iterator[str]:
+    """Tell of a job in the queue that will go on with a run that is not at its end."""
+    from distflow.launch.deploy.job_environment import ask_queue
+    from distflow.launch.run.record import read_job
+
+    job = read_job(record.path) if record.over and record.state != "done" else None
+    if job is None:
+        return
+    state, reason = ask_queue(job.number)
+    if state in (*WAITING, *STARTING):
+        yield f"job {job.number} will go on with it: {state}" + (f" ({reason})" if reason else "")
 
 
 @dataclass(frozen=True, slots=True)

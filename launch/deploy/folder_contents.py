@@ -208,11 +208,7 @@ class RunContents:
 
     def description(self) -> dict[str, bytes]:
         """Recipe, overrides and environment of the launch, by path in the run folder."""
-        return {
-            "recipe.yaml": yaml_text(self.loaded.resolved).encode(),
-            "overrides.txt": "".join(f"{override}\n" for override in self.loaded.overrides).encode(),
-            "env.json": (json.dumps(environment(self.loaded.source), indent=1) + "\n").encode(),
-        }
+        return description_of(self.loaded)
 
     def _term_file(self) -> dict[str, bytes]:
         """What makes later checkpoints of earlier terms void on a host, by path in its run folder."""
@@ -232,6 +228,15 @@ class RunContents:
         return tar(files, key_of(self.head_dir), SUBFOLDERS)
 
 
+def description_of(loaded: LoadedRecipe) -> dict[str, bytes]:
+    """Recipe, overrides and environment of a launch, by path in its run folder."""
+    return {
+        "recipe.yaml": yaml_text(loaded.resolved).encode(),
+        "overrides.txt": "".join(f"{override}\n" for override in loaded.overrides).encode(),
+        "env.json": (json.dumps(environment(loaded.source), indent=1) + "\n").encode(),
+    }
+
+
 def fill(contents: RunContents) -> RunRecord:
     """Write the run folder of this machine: recipe.yaml, overrides.txt, env.json, workers/*.yaml and run.json.
 
@@ -246,15 +251,15 @@ def fill(contents: RunContents) -> RunRecord:
 
 def _fill(contents: RunContents) -> RunRecord:
     run_dir = contents.head_dir
-    _write_all(run_dir, contents.description())
+    write_all(run_dir, contents.description())
     if contents.checked and not key_file(run_dir).exists():
         write_keys(key_file(run_dir), make_keys())
     if any(host.same_folder for host in contents.checked.values()):
-        _write_all(run_dir, contents.plugin_copies())
+        write_all(run_dir, contents.plugin_copies())
     for stale in (run_dir / "workers").iterdir():
         stale.unlink()
     for host in contents.checked or [0]:
-        _write_all(run_dir, contents.documents(host))
+        write_all(run_dir, contents.documents(host))
     record = contents.record()
     record.write()
     return record
@@ -268,7 +273,7 @@ def unwritable(run_dir: Path, error: OSError) -> UserError:
     )
 
 
-def _write_all(run_dir: Path, files: Mapping[str, bytes]) -> None:
+def write_all(run_dir: Path, files: Mapping[str, bytes]) -> None:
     """Replace each file atomically: a full disk must not damage those of an earlier launch."""
     for name, content in files.items():
         path = run_dir / name

@@ -17,7 +17,7 @@ from distflow.config.plugins import LIBRARIES, NIXL
 from distflow.errors import Problem
 from distflow.flow.families import needs_gpu, only_on_gpus
 from distflow.flow.lanes import nixl_pools
-from distflow.flow.memory_fit import Capacity
+from distflow.flow.memory_fit import Capacity, with_gpus
 from distflow.flow.plan import Plan, WorkerPlan
 from distflow.flow.sizes import configuration
 from distflow.flow.trackers import trackers_of
@@ -127,6 +127,17 @@ def facts_here(run_dir: Path, needs: Needs) -> HostFacts:
 def capacity() -> Capacity:
     """Memory of this machine and of its GPUs, where known."""
     return Capacity(memory()["total"], tuple(gpu["memory"] for gpu in gpus() if gpu["memory"]))
+
+
+def capacity_for(plan: Plan, hosts: Sequence[Host], gpu_gib: float | None = None) -> Capacity:
+    """Return what the plan is judged by: the memory of this machine, or that of the GPUs of the hosts that it is for.
+
+    `gpu_gib`: what each GPU has, before what is seen here and what the hosts file says (the least of them).
+    """
+    given = gpu_gib or min((host.gpu_gib for host in hosts if host.gpu_gib is not None), default=None)
+    seen = capacity() if given is None else with_gpus(plan, capacity(), given)
+    # Workers of several hosts do not share this one's memory.
+    return replace(seen, host=None) if hosts else seen
 
 
 def needs_of_workers(plan: Plan, names: Collection[str] | None = None) -> Needs:

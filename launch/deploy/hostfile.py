@@ -150,7 +150,7 @@ def select(hosts: Sequence[Host], include: str | None, exclude: str | None) -> t
 
 
 def _host(words: Sequence[str], where: str, problems: list[Problem]) -> Host | None:
-    before = len(problems)
+    """Read a line. A host of which something is wrong is returned without it, so that others are compared with it."""
     first, _, count = words[0].partition(":")
     name = _NAME.fullmatch(first)
     if name is None:
@@ -167,21 +167,19 @@ def _host(words: Sequence[str], where: str, problems: list[Problem]) -> Host | N
         message = f"slots={slots} is more than max_slots={most}"
         problems.append(Problem(where, first, message, "raise max_slots or lower slots"))
     if "address" in found and not _is_address(found["address"]):
-        message = f"address={found['address']} is not an IP address"
+        message = f"address={found.pop('address')} is not an IP address"
         problems.append(Problem(where, first, message, "write one such as address=10.0.0.3"))
     if "site" in found and not _SITE.fullmatch(found["site"]):
-        message = f"site={found['site']} is not a name"
+        message = f"site={found.pop('site')} is not a name"
         problems.append(
             Problem(where, first, message, "write letters, digits, '.', '_' or '-', such as site=frankfurt")
         )
     if "cost" in found and not _COST.fullmatch(found["cost"]):
-        message = f"cost={found['cost']} is not a price"
+        message = f"cost={found.pop('cost')} is not a price"
         problems.append(Problem(where, first, message, "write that of a slot for an hour, such as cost=2.5"))
     if "gpu_gib" in found and not (_COST.fullmatch(found["gpu_gib"]) and float(found["gpu_gib"])):
-        message = f"gpu_gib={found['gpu_gib']} is not the memory of a GPU"
+        message = f"gpu_gib={found.pop('gpu_gib')} is not the memory of a GPU"
         problems.append(Problem(where, first, message, "write it in GiB, such as gpu_gib=80"))
-    if len(problems) > before:
-        return None
     address, python, folder = (found.get(word) for word in ("address", "python", "dir"))
     site, cost = found.get("site", ""), float(found["cost"]) if "cost" in found else None
     gib = float(found["gpu_gib"]) if "gpu_gib" in found else None

@@ -35,11 +35,18 @@ OF_A_HOST = ("CUDA_VISIBLE_DEVICES",)
 """Specific to a host although a pattern takes them: forwarded only if named."""
 RUN_KEY = "DISTFLOW_RUN_KEY"
 SUBMIT_S = 60.0
+QUEUE_S = 10.0
 _OURS = ("ntasks", "ntasks-per-node", "output", "error", "job-name", "array")
 _FOR_SRUN = ("cpus-per-task", "no-kill")
 _STEP = ("--ntasks-per-node=1", "--export=ALL", "--kill-on-bad-exit=0", "--wait=0")
 """Regardless of the cluster and --slurm export=…: tasks get the secret, and one that ends does not end the others."""
 _KEY = re.compile(r"[a-z][a-z-]*")
+_TYPE = r"[^:,]*[^:,0-9][^:,]*"
+_GPUS = re.compile(rf"(?:{_TYPE}:)?(?P<count>[0-9]+)")
+_GRES = re.compile(rf"gpu(?::{_TYPE})?(?::(?P<count>[0-9]+))?")
+"""How many GPUs, as options of Slurm say it: 8, h100:8; among other resources gpu, gpu:8, gpu:h100, gpu:h100:8."""
+_OF_A_NODE = ("gpus-per-node", "gres", "gpus-per-task")
+"""Options that say how many GPUs each node has: a node has one task."""
 
 
 class JobRefused(UserError):
@@ -68,6 +75,19 @@ class JobNode:
     def name(self, rank: int) -> str:
         """The name of a node for messages."""
         return f"node {rank}" + (f" ({self.names[rank]})" if rank < len(self.names) else "")
+
+
+@dataclass(frozen=True, slots=True)
+class JobSize:
+    """The nodes and GPUs that a job asks Slurm for."""
+
+    nodes: int
+    gpus_each: int | None
+    """GPUs of each node; None: the job does not say."""
+    gpus: int | None
+    """GPUs of all nodes together; None: the job does not say."""
+    where: str
+    """The options that say it, for messages."""
 
 
 def read_node(environment: Mapping[str, str]) -> JobNode:
@@ -233,6 +253,26 @@ def slurm_settings(words: Sequence[str]) -> dict[str, str]:
     return found
 
 
+def job_size(settings: Mapping[str, str], environment: Mapping[str, str]) -> JobSize:
+    """The size of a job with these options of sbatch, of which the environment may replace some (`SBATCH_GRES`)."""
+    nodes, where = int(settings["nodes"]), f"--slurm nodes={settings['nodes']}"
+    for key in (*_OF_A_NODE, "gpus"):
+        variable = f"SBATCH_{key.upper().replace('-', '_')}"
+        replaced = variable in environment
+        text = environment[variable] if replaced else settings.get(key, "")
+        if count := _gpus(_GRES if key == "gres" else _GPUS, text):
+            told = f"{where} {variable}={text}" if replaced else f"{where},{key}={text}"
+            each = count if key in _OF_A_NODE or nodes == 1 else None
+            return JobSize(nodes, each, count if each is None else nodes * each, told)
+    return JobSize(nodes, None, None, where)
+
+
+def _gpus(form: re.Pattern[str], text: str) -> int:
+    """GPUs that an option of Slurm asks for; 0: it says nothing of them."""
+    found = [form.fullmatch(part.strip()) for part in text.split(",")]
+    return sum(int(one["count"] or 1) for one in found if one is not None)
+
+
 def render_job(settings: Mapping[str, str], runs: Sequence[tuple[Path, Sequence[str]]], folder: Path) -> str:
     """The batch script: the command of a run, in `folder`, on every node of the job; of several runs, of an array.
 
@@ -282,18 +322,49 @@ def _cases(runs: Sequence[tuple[Path, Sequence[str]]], step: Sequence[str]) -> I
     yield f'exec {shlex.join(step)} "$@" >> "$run/$log" 2>&1'
 
 
-def submit(script: Path) -> str:
-    """Submit the script with sbatch; returns the job id. Raises JobRefused with the message of sbatch, or UserError."""
+def submit(script: Path) -> tuple[str, list[str]]:
+    """Submit the script with sbatch; returns the job id, and lines of warnings. Raises JobRefused with the message of
+    sbatch, or UserError."""
     try:
-        done = subprocess.run(
-            ["sbatch", "--parsable", str(script)], capture_output=True, text=True, timeout=SUBMIT_S, check=False
-        )
+        done = _asked(["sbatch", "--parsable", str(script)], SUBMIT_S)
     except FileNotFoundError:
         raise UserError(
             f"--slurm: sbatch not found — run this on a login node of the cluster, or submit {script} there"
         ) from None
+    except OSError as error:
+        raise UserError(f"--slurm: sbatch cannot be started ({error}) — submit {script} by hand") from error
     except subprocess.TimeoutExpired:
         raise UserError(f"--slurm: sbatch did not answer within {SUBMIT_S:g} s — try `sbatch {script}`") from None
+    said = "; ".join([*_lines(done.stderr), *_lines(done.stdout)]) or "it said nothing"
     if done.returncode != 0:
-        raise JobRefused(f"--slurm: sbatch rejected the job: {done.stderr.strip()} — correct the --slurm settings")
-    return done.stdout.strip().partition(";")[0]
+        code = f" (exit code {done.returncode})"
+        raise JobRefused(f"--slurm: sbatch rejected the job: {said}{code} — correct the --slurm settings")
+    # NUMBER or NUMBER;CLUSTER; a site may have wrapped sbatch in something that takes no option and says it in words.
+    number = re.search(r"[0-9]+", done.stdout.strip().rpartition("\n")[2])
+    if number is None:
+        raise UserError(f"--slurm: sbatch named no job: {said} — look with `squeue --me` whether there is one")
+    return number[0], _lines(done.stderr)
+
+
+def _lines(text: str) -> list[str]:
+    return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+def ask_queue(number: str) -> tuple[str, str]:
+    """Ask squeue for the state of a job, such as PENDING, and its reason; ("", why) if there is no answer, and
+    ("", "") if it does not know the job any more."""
+    try:
+        done = _asked(["squeue", "--noheader", "--states=all", f"--jobs={number}", "--format=%T %r"], QUEUE_S)
+    except OSError as error:
+        return "", f"squeue cannot be started here ({error.strerror}): on a login node, `squeue --jobs={number}`"
+    except subprocess.TimeoutExpired:
+        return "", f"squeue did not answer within {QUEUE_S:g} s"
+    if done.returncode != 0:
+        unknown = "invalid job id" in done.stderr.lower()
+        return "", "" if unknown else f"squeue failed: {'; '.join(_lines(done.stderr)) or done.returncode}"
+    state, _, reason = done.stdout.strip().partition("\n")[0].partition(" ")
+    return state, "" if reason.strip() in ("None", "(null)") else reason.strip()
+
+
+def _asked(words: Sequence[str], limit_s: float) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(words, capture_output=True, text=True, errors="replace", timeout=limit_s, check=False)

@@ -28,6 +28,8 @@ from distflow.launch.run.resume import Resumption
 from distflow.runtime.checkpoint.commit import Commit
 
 RECIPE = "recipe.yaml"
+AS_WRITTEN = "as_written.yaml"
+"""The recipe with which a submitted job resumes a run, if it is not the run's own."""
 STOP_AFTER = "run.stop_after"
 """Applies to one launch only, not to later resumes."""
 BY_SSH, ON_HOSTS = ("--hosts",), ("--hosts", "--env", "--slurm")
@@ -80,16 +82,33 @@ def recipe_of(options: Options, *, need_files: bool) -> tuple[LoadedRecipe, Plan
         return plan_recipe(options.recipe, options.overrides, need_files=need_files)
     source, before = _inputs(run_dir)
     if options.recipe_as_written:
-        return plan_recipe(options.recipe or str(source), options.overrides, need_files=need_files)
+        frozen = run_dir / AS_WRITTEN
+        if not (options.prepared and frozen.is_file()):
+            return plan_recipe(options.recipe or str(source), options.overrides, need_files=need_files)
+        loaded, plan = plan_recipe(str(frozen), (), need_files=need_files, resolved=True)
+        return replace(loaded, source=_file_of(options, source), overrides=options.overrides), plan
     _check_same(options, run_dir, source)
     kept = yaml_value((run_dir / RECIPE).read_text())
     last = {_key(text): text for text in before}
     # Repeating an earlier override changes nothing, even if it names a group.
     overrides = [text for text in options.overrides if last.get(_key(text)) != text]
-    if kept["run"]["stop_after"] is not None and STOP_AFTER not in map(_key, options.overrides):
+    if not (run_dir / FILE_NAME).exists():
+        # As it was when the job was submitted, overrides and all.
+        overrides = []
+    elif kept["run"]["stop_after"] is not None and STOP_AFTER not in map(_key, options.overrides):
         overrides = [f"{STOP_AFTER}=null", *overrides]
     loaded, plan = plan_recipe(str(run_dir / RECIPE), overrides, need_files=need_files, resolved=True)
     return replace(loaded, source=source, overrides=(*before, *overrides)), plan
+
+
+def _file_of(options: Options, otherwise: Path) -> Path:
+    """The file of the recipe that was given, even if it is gone by now."""
+    if options.recipe is None:
+        return otherwise
+    try:
+        return find_recipe(options.recipe)
+    except RecipeError:
+        return Path(options.recipe).expanduser().resolve()
 
 
 def overridden(run_dir: Path, recipe: Recipe, plan: Plan, step: int) -> Iterator[str]:
@@ -106,8 +125,8 @@ def overridden(run_dir: Path, recipe: Recipe, plan: Plan, step: int) -> Iterator
 
 def _resumed(options: Options) -> Path | None:
     """The folder of the run to resume; None for a new run."""
-    if options.prepared and (options.runs_dir / str(options.name) / FILE_NAME).exists():
-        # A requeued job.
+    if options.prepared and (options.runs_dir / str(options.name) / RECIPE).exists():
+        # A job: its recipe was written when it was submitted, and again when it began.
         return (options.runs_dir / str(options.name)).resolve()
     if not options.resume:
         return None

@@ -10,7 +10,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import click
@@ -25,19 +25,35 @@ from distflow.flow.plan import Plan
 from distflow.launch.agent.host_facts import gpus
 from distflow.launch.agent.start import LIMIT, agent_command, agent_lives, start_agent
 from distflow.launch.deploy.fan_out import SshWays, Ways
-from distflow.launch.deploy.folder_contents import Beginning, RunContents, fill, start_first_agent, unwritable
+from distflow.launch.deploy.folder_contents import (
+    Beginning,
+    RunContents,
+    description_of,
+    fill,
+    start_first_agent,
+    unwritable,
+    write_all,
+)
 from distflow.launch.deploy.host_checks import capacity, problems_here, space_problems
 from distflow.launch.deploy.hostfile import Host
-from distflow.launch.deploy.job_environment import JobRefused, forwarded, render_job, slurm_settings, submit
-from distflow.launch.deploy.launch_request import Options, check_lineage, overridden, recipe_of
+from distflow.launch.deploy.job_environment import (
+    JobRefused,
+    JobSize,
+    forwarded,
+    job_size,
+    render_job,
+    slurm_settings,
+    submit,
+)
+from distflow.launch.deploy.launch_request import AS_WRITTEN, RECIPE, Options, check_lineage, overridden, recipe_of
 from distflow.launch.deploy.monitor import Interrupts, Monitor
 from distflow.launch.deploy.multi_host import HostsRequest, fetch_record, start_on_hosts
 from distflow.launch.deploy.placement import (
     WorkerPlacement,
     begin_with,
+    check_job,
     check_numbers,
     needs_here,
-    pin_problems,
     place_workers,
 )
 from distflow.launch.deploy.ssh import Transport
@@ -46,7 +62,7 @@ from distflow.launch.observe.run_summary import reached, tell_end
 from distflow.launch.run.exit_status import conclude, finish
 from distflow.launch.run.folder import LOCK, MODES, claim, create_run_folder, existing_run_folder, remove_run_folder
 from distflow.launch.run.process_table import parts_here, processes_of, sweep
-from distflow.launch.run.record import FILE_NAME, RunRecord, read_record
+from distflow.launch.run.record import FILE_NAME, RunRecord, SubmittedJob, read_record
 from distflow.launch.run.resume import (
     Resumption,
     check_folder,
@@ -307,7 +323,7 @@ def _size_of_newest(run_dir: Path) -> int:
 
 def _nothing_left(run_dir: Path, found: Resumption, plan: Plan) -> str:
     """Why there is nothing to train after a checkpoint; empty if there is."""
-    steps, goal = plan.batch.training_steps, plan.recipe.run.stop_when
+    steps, goal, stop = plan.batch.training_steps, plan.recipe.run.stop_when, plan.recipe.run.stop_after
     if found.step > steps:
         return (
             f"the checkpoint is of training step {found.step}, and run.training_steps is {steps}: nothing is left to "
@@ -315,6 +331,11 @@ def _nothing_left(run_dir: Path, found: Resumption, plan: Plan) -> str:
         )
     if found.step == steps:
         return f"all {steps} training steps are done — raise run.training_steps to continue"
+    if stop is not None and found.step >= stop:
+        return (
+            f"the checkpoint is of training step {found.step}, and run.stop_after is {stop}: nothing is left to train "
+            f"in this launch — raise run.stop_after, or run.stop_after=null, to continue up to {steps}"
+        )
     if goal is None or not found.step:
         return ""
     reader = MetricsReader(run_dir)
@@ -344,38 +365,46 @@ def submit_jobs(runs: Sequence[Options]) -> int:
     """
     options = runs[0]
     settings = slurm_settings(options.slurm)
+    size = job_size(settings, os.environ)
     forwarded(os.environ, options.forward, ())  # told now rather than by the job
     made = not options.runs_dir.exists()
     created: list[Path] = []
     try:
-        commands = [_prepared(run, created, int(settings["nodes"])) for run in runs]
+        commands = [_prepared(run, created, size) for run in runs]
         text = render_job(settings, commands, Path.cwd())
         if options.dry_run:
             click.echo(text, nl=False)
             return 0
         for folder in created:
             click.echo(str(folder))
-            _write_script(folder, text)
-        job = submit(created[0] / SCRIPT)
+            _keep(folder, {SCRIPT: text.encode()})
+        job, said = submit(created[0] / SCRIPT)
     except UserError as error:
         # The names must be free for the next attempt; a script that Slurm has not refused can be submitted by hand.
         by_hand = len(created) == len(runs) and not isinstance(error, JobRefused)
         for folder in () if options.resume or by_hand else created:
             remove_run_folder(folder, with_parent=made and folder is created[-1])
         raise
-    number = f"{job}_0" if len(created) > 1 else job
-    click.echo(f"job {job}: {created[0] / SCRIPT}; its output goes to {created[0]}/logs/slurm-{number}.log")
+    for line in said:
+        click.echo(f"note: {line}", err=True)
+    jobs = [f"{job}_{task}" for task in range(len(created))] if len(created) > 1 else [job]
+    logs = [f"{folder}/logs/slurm-{number}.log" for folder, number in zip(created, jobs, strict=True)]
+    click.echo(f"job {job}: {created[0] / SCRIPT}; its output goes to {logs[0]}")
+    for folder, number, log in zip(created, jobs, logs, strict=True):
+        try:
+            SubmittedJob(number, log, time.time()).write(folder)
+        except OSError as error:
+            click.echo(f"note: `distflow status` will not know of job {number}: {unwritable(folder, error)}")
     if len(created) > 1:
         click.echo(f"an array of {len(created)} runs: `distflow metrics {' '.join(run.name for run in created)}`")
     return 0
 
 
-def _prepared(options: Options, created: list[Path], nodes: int) -> tuple[Path, list[str]]:
-    """Return the folder of a run that a job of so many nodes will fill, and the job's command; notes the folder if it
-    is there now. Raises RecipeError for a pool that is pinned to nodes whose names nobody knows yet."""
+def _prepared(options: Options, created: list[Path], size: JobSize) -> tuple[Path, list[str]]:
+    """Return the folder of a run that a job of this size will fill, and the job's command; notes the folder if it
+    is there now. Raises RecipeError or HostsError for workers that find no places in the job."""
     loaded, plan = recipe_of(options, need_files=False)
-    if problems := pin_problems(plan, nodes, loaded.origin):
-        raise RecipeError(problems)
+    check_job(plan, size, loaded.origin)
     name = plan.run_name if options.name is None else options.name
     if options.dry_run and options.resume:
         run_dir = existing_run_folder(options.runs_dir, name, explicit=options.name is not None)
@@ -384,10 +413,13 @@ def _prepared(options: Options, created: list[Path], nodes: int) -> tuple[Path, 
     elif options.resume:
         run_dir = claim_folder(options.runs_dir, options.name, plan, resume=True)[0]
         created.append(run_dir)
+        if options.recipe_as_written:
+            _keep(run_dir, {AS_WRITTEN: description_of(loaded)[RECIPE]})
     else:
         mode = MODES[plan.recipe.security.run_folder]
         run_dir = create_run_folder(options.runs_dir, name, explicit=options.name is not None, mode=mode)
         created.append(run_dir)
+        _keep(run_dir, description_of(loaded))
     again = ["--run", run_dir.name, "--runs-dir", str(run_dir.parent), "--env", "--prepared"]
     again += ["--resume"] * options.resume + ["--recipe-as-written"] * options.recipe_as_written
     again += ["--ship-code"] * options.ship_code
@@ -395,8 +427,9 @@ def _prepared(options: Options, created: list[Path], nodes: int) -> tuple[Path, 
     return run_dir, [*module_command(sys.executable, "distflow.launch"), "launch", *options.words, *again]
 
 
-def _write_script(run_dir: Path, text: str) -> None:
+def _keep(run_dir: Path, files: Mapping[str, bytes]) -> None:
+    """Write what a job reads, by path in its run folder: the recipe as it is now, whatever becomes of its file."""
     try:
-        (run_dir / SCRIPT).write_text(text)
+        write_all(run_dir, files)
     except OSError as error:
         raise JobRefused(str(unwritable(run_dir, error))) from error

@@ -6,14 +6,14 @@ The estimates are rough: good enough to refuse what cannot work, no guarantee th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from distflow.cluster.gossip import least_silence_s
 from distflow.config.paths import looks_like_path
 from distflow.config.schema import ModelConfig, Recipe
-from distflow.errors import Problem, Problems, UserError, did_you_mean
+from distflow.errors import Problem, Problems, RecipeError, UserError, did_you_mean
 from distflow.flow.estimate import PROCESS, divides_gradients, estimate, state_bytes
 from distflow.flow.gpus import width
 from distflow.flow.lanes import Whereabouts
@@ -23,6 +23,7 @@ from distflow.flow.plan import Plan, WorkerPlan, leaders_of, publisher_for
 from distflow.flow.sizes import CHAINED, FETCHED, PINNED, PUBLISHED, ModelSize, model_size
 from distflow.launch.deploy.host_checks import GIB, Needs, Threshold, at_least, needs_of_workers
 from distflow.launch.deploy.hostfile import Host, HostsError
+from distflow.launch.deploy.job_environment import JobSize
 
 MIB = 1 << 20
 RUN_FOLDER_BYTES = 64 * MIB
@@ -96,20 +97,31 @@ def place_workers(
     return placement
 
 
-def pin_problems(plan: Plan, nodes: int, origin: Callable[[str], str]) -> list[Problem]:
-    """Find pools that are pinned to what a job of so many nodes does not have, before it is submitted."""
-    problems = []
+def check_job(plan: Plan, job: JobSize, origin: Callable[[str], str]) -> None:
+    """Refuse what a job of this size has no places for, before it is submitted: RecipeError for pools that are pinned
+    to nodes which it lacks, HostsError for too few GPUs. Where the job does not say how many it gets, nobody knows."""
+    if problems := [*_pin_problems(plan, job.nodes, origin)]:
+        raise RecipeError(problems)
+    if job.gpus_each is not None:
+        slots = tuple(range(job.gpus_each))
+        nodes = [Host(f"node {number}", slots, f"{job.where}:{number}") for number in range(job.nodes)]
+        place_workers(plan, nodes, origin)
+    elif job.gpus is not None and (lacking := _lacking(plan, job.gpus, f"the {job.nodes} nodes together have")):
+        raise HostsError([Problem(job.where, "slots", *lacking)])
+
+
+def _pin_problems(plan: Plan, nodes: int, origin: Callable[[str], str]) -> Iterator[Problem]:
+    """Find pools that are pinned to what a job of so many nodes does not have."""
     for name, pool in plan.recipe.layout.pools.items():
         key = f"layout.pools.{name}.hosts"
         for pin in pool.hosts:
             if isinstance(pin, str):
                 what = f"pinned to {pin!r}, but which nodes a job gets is known only when it begins"
                 hint = f"pin by number, as in {key}=[0] for the first node of the job"
-                problems.append(Problem(origin(key), key, what, hint))
+                yield Problem(origin(key), key, what, hint)
             elif pin >= nodes:
                 hint = f"they have the numbers 0 to {nodes - 1}"
-                problems.append(Problem(origin(key), key, f"there is no node {pin} in a job of {nodes}", hint))
-    return problems
+                yield Problem(origin(key), key, f"there is no node {pin} in a job of {nodes}", hint)
 
 
 def check_numbers(plan: Plan, here: str, origin: Callable[[str], str]) -> None:
@@ -293,13 +305,9 @@ def _too_few(plan: Plan, pool: str, hosts: Sequence[Host], left: Mapping[int, Se
     workers = [worker for worker in plan.workers if worker.name.pool == pool]
     there = sum(len(hosts[number].slots) for number in left)
     widest = max(width(worker) for worker in workers)
-    if len(left) == len(hosts) and (needed := slots_of(plan.workers)) > there:
-        taken = f" take {needed} slots" if needed > len(plan.workers) else ""
-        have = f"the {len(hosts)} hosts together have" if len(hosts) > 1 else f"{hosts[0].name} has"
-        message = f"{len(plan.workers)} workers{taken}, but {have} {there}"
-        hint = "add hosts or slots, or lower the counts of the layout's pools"
-        if taken:
-            hint += f", or the GPUs in engine_options of {pool!r}" if widest > 1 else ""
+    have = f"the {len(hosts)} hosts together have" if len(hosts) > 1 else f"{hosts[0].name} has"
+    if len(left) == len(hosts) and (lacking := _lacking(plan, there, have)):
+        message, hint = lacking
     elif widest > 1:
         names = ", ".join(
             f"{hosts[n].name} has {len(slots)} of {len(hosts[n].slots)} left" for n, slots in left.items()
@@ -314,6 +322,18 @@ def _too_few(plan: Plan, pool: str, hosts: Sequence[Host], left: Mapping[int, Se
         message = f"pool {pool!r} has {len(workers)} workers, but the hosts that it may run on ({names}) have {there}"
         hint = f"give these hosts more slots, add hosts to layout.pools.{pool}.hosts, or lower its count"
     return Problem(hosts[0].where.rpartition(":")[0], "slots", message, hint)
+
+
+def _lacking(plan: Plan, there: int, have: str) -> tuple[str, str] | None:
+    """Say that all slots together are fewer than the workers take, and what to do; None: they are enough."""
+    if (needed := slots_of(plan.workers)) <= there:
+        return None
+    taken = f" take {needed} slots" if needed > len(plan.workers) else ""
+    hint = "add hosts or slots, or lower the counts of the layout's pools"
+    if taken:
+        wide = max(plan.workers, key=width).name.pool
+        hint += f", or the GPUs in engine_options of {wide!r}"
+    return f"{len(plan.workers)} workers{taken}, but {have} {there}", hint
 
 
 def slots_of(workers: Iterable[WorkerPlan]) -> int:

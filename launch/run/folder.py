@@ -23,7 +23,7 @@ from distflow.config.yamlfile import yaml_text, yaml_value
 from distflow.errors import UserError
 from distflow.flow.neighbours import neighbours
 from distflow.flow.rescaling import resized, sizes
-from distflow.launch.run.record import FILE_NAME, read_record
+from distflow.launch.run.record import FILE_NAME, JOB, SubmittedJob, read_job, read_record
 from distflow.metrics.merge import MetricsReader
 from distflow.runtime.disk import replace_file
 
@@ -133,6 +133,8 @@ def _never_trained(folder: Path) -> bool:
 def _taken(folder: Path) -> str:
     if (folder / FILE_NAME).is_file():
         return f"{folder} exists already — add --resume to continue that run, or choose another name"
+    if (job := read_job(folder)) is not None:
+        return f"{folder} exists already: {_waits(job, folder)}, or choose another name"
     # Another launch may be about to write it, so nothing is removed here.
     return (
         f"{folder} exists already, without {FILE_NAME}: no run has started there — choose another name; if it still "
@@ -152,6 +154,7 @@ def existing_run_folder(runs_dir: Path, name: str, *, explicit: bool) -> Path:
     pattern = re.compile(re.escape(name) + (r"" if explicit else r"(-\d+)?"))
     names = [found for found in run_names(runs_dir) if pattern.fullmatch(found)]
     if not names and explicit and (runs_dir / name).exists():
+        _check_started(runs_dir / name)
         raise UserError(f"--resume: {_taken(runs_dir / name)}, and launch without --resume")
     if not names:
         raise UserError(f"--resume: there is no run {name!r} in {runs_dir} — start it first, without --resume")
@@ -200,47 +203,70 @@ def check_name(name: str) -> None:
         raise UserError(f"run name {name!r}: expected at most 64 letters, digits, dots, dashes and underscores")
 
 
-def find_run(run: str | None, runs_dir: Path) -> Path:
+def find_run(run: str | None, runs_dir: Path, *, queued: bool = False) -> Path:
     """The folder of `run`: a name under `runs_dir`, a path, or None for the newest; absolute.
 
-    Raises UserError, naming the nearest run, if there is none.
+    `queued`: runs count, too, whose job has been submitted and has not started them. Raises UserError, naming the
+    nearest run, if there is none.
     """
     if run is None:
-        return _newest(runs_dir)
+        return _newest(runs_dir, queued=queued)
     for candidate in (runs_dir / run, Path(run)):
-        if (candidate / FILE_NAME).is_file():
+        if (candidate / FILE_NAME).is_file() or (queued and (candidate / JOB).is_file()):
             return candidate.resolve()
+        _check_started(candidate)
     if (Path(run) / "metrics").is_dir():
         # Workers that were started by hand write metrics, but no record.
         return Path(run).resolve()
     raise UserError(_unknown(run, runs_dir))
 
 
-def run_names(runs_dir: Path) -> list[str]:
-    """Names of the runs in a folder, sorted."""
+def run_names(runs_dir: Path, *files: str) -> list[str]:
+    """Names of the runs in a folder, sorted. `files`: one of which each has; by default run.json."""
     if not runs_dir.is_dir():
         return []
-    return sorted(path.name for path in runs_dir.iterdir() if (path / FILE_NAME).is_file())
+    wanted = files or (FILE_NAME,)
+    return sorted(path.name for path in runs_dir.iterdir() if any((path / file).is_file() for file in wanted))
 
 
-def _newest(runs_dir: Path) -> Path:
-    names = run_names(runs_dir)
+def _newest(runs_dir: Path, *, queued: bool) -> Path:
+    waiting = run_names(runs_dir, FILE_NAME, JOB)
+    names = waiting if queued else run_names(runs_dir)
+    if not names and waiting:
+        _check_started(runs_dir / waiting[-1])
     if not names:
         raise UserError(f"{runs_dir}: no run in this folder — start one with `distflow launch`, or give --runs-dir")
     # The name breaks a tie, such as among records that cannot be read: the command will say what is wrong with one.
     return (runs_dir / max(names, key=lambda name: (_started(runs_dir / name), name))).resolve()
 
 
+def _check_started(folder: Path) -> None:
+    """Raise UserError for the folder of a run that a submitted job has not started yet."""
+    job = None if (folder / FILE_NAME).is_file() else read_job(folder)
+    if job is not None:
+        raise UserError(f"{folder}: {_waits(job, folder)}")
+
+
+def _waits(job: SubmittedJob, folder: Path) -> str:
+    return (
+        f"job {job.number} has not started this run yet — `distflow status {folder.name}` says where it stands, "
+        f"`scancel {job.number}` takes it out of the queue"
+    )
+
+
 def _started(run_dir: Path) -> float:
-    """When the run was started; before all others if its record cannot be read, which must not hide other runs."""
+    """When the run was started, or submitted; before all others if its record cannot be read, which must not hide
+    other runs."""
     try:
+        if not (run_dir / FILE_NAME).is_file() and (job := read_job(run_dir)) is not None:
+            return job.submitted
         return read_record(run_dir).started
     except UserError:
         return -math.inf
 
 
 def _unknown(run: str, runs_dir: Path) -> str:
-    names = run_names(runs_dir)
+    names = run_names(runs_dir, FILE_NAME, JOB)
     if not names:
         return f"no run {run!r}: {runs_dir} holds no run — give the folder of your runs with --runs-dir"
     near = difflib.get_close_matches(run, names, n=1)

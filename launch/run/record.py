@@ -17,6 +17,7 @@ from distflow.runtime.disk import replace_file
 OnFailure = Literal["restart", "shrink", "stop"]
 FINAL: frozenset[RunState] = frozenset({"done", "failed", "stopped"})
 FILE_NAME = "run.json"
+JOB = "job.json"
 AGENT = "agent/0"
 HOSTS = "hosts"
 """Folder of the run in which every agent leaves its own files."""
@@ -139,6 +140,36 @@ class RunRecord(Form, frozen=True):
     def write(self) -> None:
         """Replace `run.json` atomically, so that readers never see half of it; raises OSError."""
         replace_file(self.path / FILE_NAME, self.as_text())
+
+
+class SubmittedJob(Form, frozen=True):
+    """A job of Slurm that will start a run or go on with it, `job.json` in the folder of the run.
+
+    Example:
+
+        SubmittedJob("4711", "/runs/quickstart/logs/slurm-4711.log", 1.7e9)
+    """
+
+    number: str
+    """As commands of Slurm take it; 4711_2 in an array."""
+    log: str
+    submitted: float
+    """When, in seconds since 1970."""
+
+    def write(self, run_dir: Path) -> None:
+        """Replace `job.json` atomically; raises OSError."""
+        replace_file(run_dir / JOB, msgspec.json.encode(self).decode() + "\n")
+
+
+def read_job(run_dir: Path) -> SubmittedJob | None:
+    """Read `job.json`; None: no job was submitted for the run. Raises UserError if it is invalid."""
+    path = run_dir / JOB
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=SubmittedJob)
+    except FileNotFoundError:
+        return None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not a job of this version of distflow ({error})") from error
 
 
 def read_record(run_dir: Path, name: str = FILE_NAME) -> RunRecord:

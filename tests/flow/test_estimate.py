@@ -576,6 +576,25 @@ def test_hosts_may_say_how_much_memory_their_gpus_have(tmp_path: Path, capsys: p
     assert "gpu_gib=much is not the memory of a GPU" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "hosts, told", [("a slots=2 gpu_gib=9.5", 1), ("a slots=1\nb slots=1 gpu_gib=4", 1), ("a:2", 0)]
+)
+def test_all_who_judge_the_memory_of_hosts_say_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], hosts: str, told: int
+) -> None:
+    (tmp_path / "hosts").write_text(hosts)
+    for words in (["validate"], ["plan"], ["launch", "--dry-run", "--runs-dir", str(tmp_path)]):
+        given = ["quickstart", LARGE, "models.policy.dtype=bfloat16", "layout=colocated", "layout.pools.worker.count=2"]
+        assert run([*words, *given, "--hosts", str(tmp_path / "hosts")]) == 0
+        lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+        found = [line for line in lines if line.startswith("warning: cuda:0")]
+        assert len(found) == told, words
+        assert all("GiB, and worker/0 … worker/1 may need" in line for line in found), words
+    assert run(["plan", *given, "--hosts", str(tmp_path / "hosts"), "--json"]) == 0
+    seen = json.loads(capsys.readouterr().out)["memory"]["warnings"]
+    assert [f"warning: {text}" for text in seen if text.startswith("cuda:0")] == found
+
+
 def test_what_workers_share_counts_once_in_the_sum_of_a_host() -> None:
     plan = planned("layout.pools.rollout.count=3")
     found = placed(plan, Capacity())

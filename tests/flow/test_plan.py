@@ -297,7 +297,7 @@ def test_the_page_says_what_is_open_and_what_is_in_the_clear() -> None:
     two = render_page(planned("quickstart", *words))
     assert "weights encrypted; rounded to fp8, only what has changed since the version that a host has\n" in two
     assert "; each version in full\n" in render_page(planned("quickstart", "weights.encoding=full"))
-    assert "Gloo (on GPUs NCCL) of trainer/0, trainer/1, at the host's address in the run" in two
+    assert "Gloo (on GPUs NCCL) of trainer/0 … trainer/1, at the host's address in the run" in two
     assert "gradients in the clear" in two
     assert "weights encrypted" in two
     engines = planned("quickstart", "layout.pools.rollout.engine=sglang")

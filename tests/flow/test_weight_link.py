@@ -29,7 +29,7 @@ def test_the_plan_names_who_sends_to_whom_and_what_is_open() -> None:
     assert lanes_of(plan, plan.edge("policy")) == ("shm", "gloo")
     assert lanes_of(before, before.edge("policy")) == ("shm",)
     assert lanes_of(plan, plan.edge(SAMPLES)) == lanes_of(before, before.edge(SAMPLES))
-    said = "weights of policy: each of trainer/0, trainer/1 sends its part to rollout in the clear"
+    said = "weights of policy: each of trainer/0 … trainer/1 sends its part to rollout in the clear"
     assert said in render_page(plan)
     assert said not in render_page(before)
     opened = {worker for library in library_ports(plan) for worker in library.workers}

@@ -34,6 +34,11 @@ class Login:
         command = [sys.executable, "-m", "distflow.launch", "launch", "quickstart"]
         return self.slurm.call(*command, "--runs-dir", str(self.runs_dir), *arguments)
 
+    def status(self) -> str:
+        done = self.slurm.call(sys.executable, "-m", "distflow.launch", "status", "--runs-dir", str(self.runs_dir))
+        assert (done.returncode, done.stderr) == (0, "")
+        return done.stdout
+
     def submit(self, *arguments: str) -> str:
         """Returns the number of the job."""
         done = self.launch(*arguments)
@@ -104,6 +109,16 @@ def test_what_sbatch_refuses_is_told_and_takes_no_name(login: Login, setting: st
     assert said in done.stderr
     assert "correct the --slurm settings" in done.stderr
     assert not login.runs_dir.exists()
+
+
+def test_status_says_where_a_job_stands_that_has_not_begun(login: Login) -> None:
+    job = login.submit("--slurm", "nodes=2,begin=now+1hour")
+    login.slurm.await_state(job, "PENDING")
+    assert f"queued; job {job} is PENDING (BeginTime), submitted 0 min ago" in login.status()
+    assert login.slurm.call("scancel", job).returncode == 0
+    login.slurm.await_state(job, "CANCELLED")
+    assert "not begun; " in login.status()
+    assert "submit it again after `rm -r " in login.status()
 
 
 def _tells(log: Path, text: str) -> bool:

@@ -362,6 +362,10 @@ def test_resume_of_a_run_that_is_done_is_checked_and_tidied_up_as_any_other(laun
     assert launcher.record("quickstart").state == "done"
     code, out, _ = launcher.run("--resume", two)
     assert (code, out) == (0, f"{folder}\nall 2 training steps are done — raise run.training_steps to continue\n")
+    for stop in (1, 2):
+        code, out, _ = launcher.run("--resume", "run.training_steps=9", f"run.stop_after={stop}")
+        told = f"the checkpoint is of training step 2, and run.stop_after is {stop}: nothing is left to train in this"
+        assert (code, told in out, "raise run.stop_after, or run.stop_after=null" in out) == (0, True, True)
     (folder / "hf" / "draft_000002").mkdir(parents=True)
     code, out, _ = launcher.run("--resume", two, "run.hf_every=2")
     to = folder / "hf" / "step_000002"

@@ -16,16 +16,20 @@ from click.testing import CliRunner
 from distflow.config.outputs import check_writable
 from distflow.config.schema import Refresh
 from distflow.errors import UserError
+from distflow.exchange.dealing import DealRule, Offer, deal_step
 from distflow.exchange.lease_settings import LeaseSettings
 from distflow.flow.memory import group_bytes
 from distflow.flow.recipe_check import plan_recipe
 from distflow.launch.cli import group, run
+from distflow.launch.commands import simulate as simulate_command
+from distflow.parts import CostRule
 from distflow.sim import predict
 from distflow.sim.fluid_engine import FluidEngine, FluidSample, SampleTurns
 from distflow.sim.latency import DEVICES, DecodeLatency, DeviceCount, DeviceLatency, TrainLatency, WeightLatency
 from distflow.sim.lengths import Lognormal, read_trace
 from distflow.sim.notes import early_notes
 from distflow.sim.predict import Load, Prediction, SimulateOptions, load_of, on_one_host, simulate, whole_rounds
+from distflow.sim.trainer import SharedDeal
 from distflow.sim.workload import Job
 from distflow.types import Version
 
@@ -297,6 +301,26 @@ def test_one_that_is_ended_early_measures_the_steps_that_it_has(enough: int) -> 
     assert {made for _, made in told} == {12}
     assert (len(early.steps), early.wanted, len(whole.steps), whole.wanted) == (max(1, ended - 3), 8, 8, 8)
     assert ended <= 3 or early.steps == whole.steps[: len(early.steps)]
+
+
+@pytest.mark.parametrize("words", [[], ["layout=colocated"], ["layout.max_staleness=2"]])
+def test_without_a_limit_a_large_simulation_goes_on_until_there_is_something_to_say(
+    monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    monkeypatch.setattr(simulate_command, "LIMIT_S", 1e-6)
+    done = CliRunner().invoke(group, ["simulate", "quickstart", *words, "--json"])
+    assert done.exit_code == 0, done.output
+    figures = json.loads(done.stdout)
+    assert figures["step_s"] > 0
+    assert any(note.startswith("note: ended early: ") for note in figures["notes"])
+
+
+def test_replicas_that_deal_compute_it_once_and_come_to_the_same() -> None:
+    offers = {position: Offer(position % 2, [(100, 50 * position), (0, 7)]) for position in range(32)}
+    rule, found, shared = DealRule(32, 4, CostRule(budget=900, packs=True)), dict(enumerate(range(32))), SharedDeal()
+    for members, even in ((3, False), (3, False), (2, False), (2, True)):
+        assert shared(offers, members, found, rule, even=even) == deal_step(offers, members, found, rule, even=even)
+    assert shared(offers, 2, found, rule, even=True) is shared(dict(offers), 2, found, rule, even=True)
 
 
 def test_the_command_says_what_it_could_not_simulate_in_time() -> None:

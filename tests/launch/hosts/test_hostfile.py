@@ -56,8 +56,21 @@ def test_what_is_wrong_is_said_with_file_line_and_cure(line, message):
 def test_all_problems_are_reported_at_once():
     with pytest.raises(HostsError) as caught:
         parse_hosts("a slots=x\nb:0\nb:2\nc d=1", "f")
-    assert [problem.where for problem in caught.value.problems] == ["f:1", "f:2", "f:4"]
+    assert [problem.where for problem in caught.value.problems] == ["f:1", "f:2", "f:3", "f:4"]
+    assert "named twice, first in f:2" in str(caught.value)
     assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("wrong", ["slots=0", "cost=much", "gpu_gib=0", "site=a/b", "word", "slots=2 max_slots=1"])
+def test_a_host_behind_a_bad_line_is_compared_with_it(wrong):
+    with pytest.raises(HostsError) as caught:
+        parse_hosts(f"a address=10.0.0.1 {wrong}\na address=10.0.0.2\nb address=10.0.0.1\nc address=10.0.0", "f")
+    assert [problem.where for problem in caught.value.problems] == ["f:1", "f:2", "f:4", "f:3"]
+    twice, alike = caught.value.problems[1], caught.value.problems[3]
+    assert (twice.message, alike.message) == (
+        "named twice, first in f:1",
+        "has the address 10.0.0.1, and so has a in f:1",
+    )
 
 
 def chosen(include=None, exclude=None):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,9 @@ from distflow.comm.keys import key_file, read_keys
 from distflow.errors import UserError
 from distflow.launch.cli import run as distflow
 from distflow.launch.deploy import launcher as running
-from distflow.launch.deploy.job_environment import render_job, slurm_settings
-from distflow.launch.run.record import RunRecord, read_record
+from distflow.launch.deploy.job_environment import job_size, render_job, slurm_settings
+from distflow.launch.deploy.launch_request import Options, recipe_of
+from distflow.launch.run.record import RunRecord, SubmittedJob, read_record
 from tests.launch.conftest import await_that
 from tests.launch.hosts.conftest import WAIT_S
 from tests.launch.hosts.test_job_bootstrap import free_port
@@ -24,6 +26,10 @@ SBATCH = """#!/bin/sh
 [ "$1" = --parsable ] || exit 9
 if grep -q 'partition=none' "$2"; then echo "sbatch: error: invalid partition specified: none" >&2; exit 1; fi
 echo "4711;cluster"
+"""
+SQUEUE = """#!/bin/sh
+case "$*" in *--jobs=4711*) ;; *) exit 9 ;; esac
+{answer}
 """
 SRUN = """#!/bin/sh
 while [ "${1#--}" != "$1" ]; do shift; done
@@ -94,6 +100,61 @@ def test_settings_that_make_no_sense_are_refused(words, message):
         slurm_settings(words)
 
 
+@pytest.mark.parametrize(
+    "words, environment, each, together",
+    [
+        ("nodes=2,gpus-per-node=8", {}, 8, 16),
+        ("nodes=3,gpus-per-node=h100:4", {}, 4, 12),
+        ("nodes=2,gres=gpu", {}, 1, 2),
+        ("nodes=2,gres=gpu:h100", {}, 1, 2),
+        ("nodes=2,gres=gpu:4", {}, 4, 8),
+        ("nodes=2,gres=gpu:1g.10gb:7", {}, 7, 14),
+        ("nodes=2,gpus-per-task=6", {}, 6, 12),
+        ("nodes=1,gpus=a100:5", {}, 5, 5),
+        # How they are divided over the nodes is up to Slurm.
+        ("nodes=2,gpus=12", {}, None, 12),
+        ("nodes=2,gpus=12,gres=gpu:6", {}, 6, 12),
+        ("nodes=2,gres=tmp:8", {}, None, None),
+        ("nodes=2,gpus-per-node=0", {}, None, None),
+        ("nodes=2,gres=none,mem=0", {}, None, None),
+        ("nodes=2", {"SBATCH_GPUS_PER_NODE": "4"}, 4, 8),
+        ("nodes=2,gres=gpu:4", {"SBATCH_GRES": "tmp:1,gpu:a:1,gpu:b:2"}, 3, 6),
+    ],
+)
+def test_the_gpus_of_a_job_are_counted_from_the_options_of_sbatch(words, environment, each, together):
+    size = job_size(slurm_settings([words]), environment)
+    assert (size.gpus_each, size.gpus) == (each, together)
+
+
+@pytest.mark.parametrize(
+    "settings, overrides, said",
+    [
+        ("nodes=2,gres=gpu:1", [], "--slurm nodes=2,gres=gpu:1: slots — 3 workers, but the 2 hosts together have 2"),
+        ("nodes=1,gpus=2", [], "--slurm nodes=1,gpus=2: slots — 3 workers, but node 0 has 2"),
+        ("nodes=2,gpus=4", ["layout.pools.rollout.count=4"], "5 workers, but the 2 nodes together have 4"),
+        (
+            "nodes=2,gpus-per-node=2",
+            ["layout.pools.rollout.hosts=[1]", "layout.pools.rollout.count=3"],
+            "pool 'rollout' has 3 workers, but the hosts that it may run on (node 1) have 2",
+        ),
+    ],
+)
+def test_a_job_with_too_few_gpus_is_refused_before_it_is_submitted(tmp_path, capsys, settings, overrides, said):
+    runs = tmp_path / "runs"
+    job = ["launch", "quickstart", *overrides, "--runs-dir", str(runs), "--slurm", settings]
+    for more in ([], ["--dry-run"]):
+        assert distflow([*job, *more]) == 2
+        assert said in capsys.readouterr().err
+    assert not runs.exists()
+
+
+@pytest.mark.parametrize("settings", ["nodes=3,gres=gpu:1", "nodes=2,gpus=3", "nodes=2", "nodes=1,gres=license:1"])
+def test_a_job_with_enough_gpus_or_of_an_unknown_number_is_taken(tmp_path, capsys, settings):
+    job = ["launch", "quickstart", "--runs-dir", str(tmp_path / "runs"), "--dry-run", "--slurm", settings]
+    assert distflow(job) == 0
+    assert capsys.readouterr().out.startswith("#!/bin/bash\n")
+
+
 def launch(hosts, *arguments, **environment):
     command = ["launch", "quickstart", "--runs-dir", str(hosts.runs_dir), *arguments]
     done = WarmProcess("distflow.launch", command, environment=hosts.environment() | environment)
@@ -150,6 +211,117 @@ def test_what_sbatch_says_is_passed_on(hosts):
     code, _, err = launch(hosts, "--slurm", "nodes=2,partition=none")
     assert (code, "invalid partition specified: none" in err) == (2, True)
     assert not hosts.runs_dir.exists()
+
+
+@pytest.mark.parametrize(
+    "sbatch, code, said",
+    [
+        ("echo 'sbatch: error: no such account' >&2; exit 1", 2, "rejected the job: sbatch: error: no such account"),
+        ("echo 'Batch job submission failed'; exit 3", 2, "Batch job submission failed (exit code 3)"),
+        ("exit 1", 2, "rejected the job: it said nothing (exit code 1)"),
+        ("echo what a day", 2, "sbatch named no job: what a day"),
+        ("echo 'sbatch: warning: 90% of your hours are used' >&2; echo 4711", 0, "note: sbatch: warning: 90% of your"),
+        ("echo Submitted batch job 4711", 0, ""),
+    ],
+)
+def test_the_words_of_sbatch_are_shown_wherever_it_says_them(tmp_path, monkeypatch, capsys, sbatch, code, said):
+    on_path(tmp_path, monkeypatch, sbatch=f"#!/bin/sh\n{sbatch}\n")
+    assert distflow(["launch", "quickstart", "--slurm", "nodes=2", "--runs-dir", str(tmp_path / "runs")]) == code
+    shown = capsys.readouterr()
+    assert said in shown.err
+    assert ("\njob 4711: " in shown.out) == (code == 0)
+
+
+def on_path(folder, monkeypatch, **commands):
+    """Put stand-ins for commands of Slurm before all others."""
+    (folder / "bin").mkdir(exist_ok=True)
+    for name, text in commands.items():
+        (folder / "bin" / name).write_text(text)
+        (folder / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder / 'bin'}:/usr/bin:/bin")
+
+
+@pytest.mark.parametrize(
+    "answer, state, said",
+    [
+        ("echo PENDING Resources", "queued", "queued; job 4711 is PENDING (Resources), submitted 0 min ago"),
+        ("echo 'PENDING ReqNodeNotAvail, May be reserved'", "queued", "PENDING (ReqNodeNotAvail, May be reserved)"),
+        ("echo RUNNING None", "not begun", "not begun; job 4711 is RUNNING, submitted"),
+        ("echo CANCELLED None", "not begun", "not begun; job 4711 is CANCELLED"),
+        ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", "not begun", "Slurm has no job 4711"),
+        ("echo 'error: no controller' >&2; exit 1", "not begun", "squeue failed: error: no controller"),
+    ],
+)
+def test_status_says_where_a_submitted_job_stands(tmp_path, monkeypatch, capsys, answer, state, said):
+    runs = ["--runs-dir", str(tmp_path / "runs")]
+    on_path(tmp_path, monkeypatch, sbatch=SBATCH, squeue=SQUEUE.format(answer=answer))
+    assert distflow(["launch", "quickstart", "--slurm", "nodes=2", *runs]) == 0
+    capsys.readouterr()
+    for words in ([], ["quickstart"]):
+        assert distflow(["status", *words, *runs]) == 0
+        assert said in capsys.readouterr().out
+    assert distflow(["status", "--json", *runs]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["run"], told["state"], told["job"]["number"]) == ("quickstart", state, "4711")
+    for command in (["stop"], ["metrics", "quickstart"], ["launch", "--resume", "--run", "quickstart"]):
+        assert distflow([*command, *runs]) == 2
+        assert "job 4711 has not started this run yet — `distflow status quickstart`" in capsys.readouterr().err
+
+
+def test_status_of_a_stopped_run_says_that_a_job_will_go_on_with_it(tmp_path, monkeypatch, capsys):
+    run_dir = tmp_path / "runs" / "stopped"
+    run_dir.mkdir(parents=True)
+    RunRecord("stopped", str(run_dir), 9, (), {}, 30.0, 3, state="stopped").write()
+    SubmittedJob("4711", "log", 0.0).write(run_dir)
+    for answer, said in (("echo PENDING Priority", True), ("exit 0", False)):
+        on_path(tmp_path, monkeypatch, squeue=SQUEUE.format(answer=answer))
+        assert distflow(["status", "--runs-dir", str(run_dir.parent)]) == 0
+        assert ("job 4711 will go on with it: PENDING (Priority)" in capsys.readouterr().out) == said
+
+
+def in_job(runs_dir, name, *words, **given):
+    """The recipe that a job finds when it begins."""
+    empty = dict.fromkeys((field.name for field in fields(Options)), None)
+    lists = {name: () for name in ("sweep", "forward", "settings", "slurm")}
+    flags = {"resume": False, "recipe_as_written": False, "prepared": True}
+    recipe, *overrides = words
+    asked = {"recipe": recipe, "overrides": tuple(overrides), "name": name, "runs_dir": runs_dir}
+    return recipe_of(Options(**{**empty, **lists, **flags, **asked, **given}), need_files=False)[0]
+
+
+@pytest.mark.parametrize("after", ["edited", "broken", "gone"])
+def test_a_job_runs_the_recipe_as_it_was_when_it_was_submitted(tmp_path, monkeypatch, after):
+    on_path(tmp_path, monkeypatch, sbatch=SBATCH)
+    recipe, runs = tmp_path / "mine.yaml", tmp_path / "runs"
+    lines = "defaults: [/quickstart, _self_]\nrun: {name: mine, training_steps: 7, stop_after: 3}\n"
+    recipe.write_text(lines)
+    words = [str(recipe), "batch.prompts=8", "run.seed=5"]
+    assert distflow(["launch", *words, "--slurm", "nodes=2", "--runs-dir", str(runs)]) == 0
+    if after == "gone":
+        recipe.unlink()
+    else:
+        recipe.write_text(lines.replace("7", "9") if after == "edited" else "run: [")
+    found = in_job(runs, "mine", *words)
+    assert (found.recipe.run.training_steps, found.recipe.run.stop_after) == (7, 3)
+    assert (found.recipe.batch.prompts, found.recipe.run.seed) == (8, 5)
+    assert (found.source, found.overrides) == (recipe, ("batch.prompts=8", "run.seed=5"))
+
+
+def test_a_job_that_resumes_with_the_recipe_as_written_reads_it_when_it_is_submitted(tmp_path, monkeypatch):
+    on_path(tmp_path, monkeypatch, sbatch=SBATCH)
+    recipe, runs = tmp_path / "mine.yaml", tmp_path / "runs"
+    lines = "defaults: [/quickstart, _self_]\nrun: {name: mine, training_steps: 7}\n"
+    recipe.write_text(lines)
+    job = ["launch", str(recipe), "--slurm", "nodes=2", "--runs-dir", str(runs), "--run", "mine"]
+    assert distflow(job) == 0
+    RunRecord("mine", str(runs / "mine"), 7, (), {}, 30.0, 3, state="stopped").write()
+    for steps in (8, 9):
+        recipe.write_text(lines.replace("7", str(steps)))
+        if steps == 8:
+            assert distflow([*job, "--resume", "--recipe-as-written"]) == 0
+    found = in_job(runs, "mine", str(recipe), resume=True, recipe_as_written=True)
+    assert (found.recipe.run.training_steps, found.source) == (8, recipe)
+    assert in_job(runs, "mine", str(recipe), resume=True).recipe.run.training_steps == 7
 
 
 def test_a_script_that_cannot_be_written_leaves_the_name_free(tmp_path, monkeypatch, capsys):
