@@ -37,7 +37,8 @@ class SharedDeal:
         self, offers: Mapping[int, Offer], replicas: int, found: Mapping[int, int], rule: DealRule, *, even: bool
     ) -> list[Hand]:
         """Return the hands of all replicas, as `deal_step` does."""
-        asked = (offers, replicas, found, rule, even)
+        # Copies: a replica changes its own as it goes on.
+        asked = (dict(offers), replicas, dict(found), rule, even)
         if asked != self._asked:
             self._asked, self._hands = asked, deal_step(offers, replicas, found, rule, even=even)
         return self._hands
