@@ -216,12 +216,14 @@ def _first_prompt(plan: Plan, where: str) -> str:
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path))
 def convert(file: Path) -> int:
-    """Print a recipe made of FILE: a TRL script (.py, read and never run), or verl's overrides, listed or in a script.
+    """Print a recipe made of FILE: a TRL script (.py, read and never run), the options of `trl grpo` in a shell script
+    or as YAML, or verl's overrides, listed or in a script.
 
     Comments say what became of each key: what it is here, or why it does not map.
     """
     from distflow.config import conversion
+    from distflow.config.foreign import read_foreign
 
-    foreign = conversion.read_foreign(file.expanduser())
+    foreign = read_foreign(file.expanduser())
     click.echo(conversion.written(foreign, conversion.convert(foreign)), nl=False)
     return 0
