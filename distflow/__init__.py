@@ -18,14 +18,32 @@ if (_HERE.parent / "setup.cfg").is_file() and (_HERE.parent / "workers").is_dir(
     __path__.append(str(_HERE.parent))
 
 __version__ = "0.1.0"
-__all__ = ["Batch", "Client", "ContextFull", "Ragged", "Run", "StepContext", "launch", "load_run", "step"]
+__all__ = [
+    "Batch",
+    "Client",
+    "Completion",
+    "ContextFull",
+    "Episode",
+    "Generate",
+    "Ragged",
+    "Run",
+    "SamplingParams",
+    "StepContext",
+    "launch",
+    "load_run",
+    "step",
+]
 
 _LAZY = {
     "Batch": "distflow.data.batch",
     "Client": "distflow.client",
+    "Completion": "distflow.types",
     "ContextFull": "distflow.runtime.attempt",
+    "Episode": "distflow.types",
+    "Generate": "distflow.runtime.generate_step",
     "Ragged": "distflow.data.batch",
     "Run": "distflow.launch.python",
+    "SamplingParams": "distflow.types",
     "StepContext": "distflow.runtime.steps",
     "load_run": "distflow.launch.python",
     "step": "distflow.flow.step",
@@ -37,7 +55,9 @@ if TYPE_CHECKING:
     from distflow.flow.step import step
     from distflow.launch.python import Run, launch, load_run
     from distflow.runtime.attempt import ContextFull
+    from distflow.runtime.generate_step import Generate
     from distflow.runtime.steps import StepContext
+    from distflow.types import Completion, Episode, SamplingParams
 
 
 def __dir__() -> list[str]:

@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any, Final
 
 import click
@@ -125,7 +126,15 @@ def launch(
         settings = {name: options.pop(name) for name in [*options] if isinstance(options[name], Mapping)}
         folder = new_folder(Path(str(options.get("runs_dir") or RUNS_DIR)) / LAUNCHED)
         source = os.fspath(data) if isinstance(data, str | os.PathLike) else data
-        recipe = write_recipe(folder, model=os.fspath(model), data=source, reward=reward, flow=flow, settings=settings)
+        recipe = write_recipe(
+            folder,
+            model=os.fspath(model),
+            data=source,
+            reward=reward,
+            flow=flow,
+            settings=settings,
+            caller=_caller(),
+        )
     elif reward is not None or flow is not None:
         raise UserError("launch: reward and flow go with model and data; of a recipe they are overrides")
     arguments = _arguments(recipe, overrides, options)
@@ -159,6 +168,14 @@ def load_run(run: str | os.PathLike[str] | None = None, *, runs_dir: str | os.Pa
     found = find_run(None if run is None else os.fspath(run), Path(runs_dir))
     read_record(found)
     return Run(found)
+
+
+def _caller() -> FrameType | None:
+    """Return the innermost frame outside of distflow, whose code launches."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == "distflow":
+        frame = frame.f_back
+    return frame
 
 
 def _shown(line: str) -> str:

@@ -1,7 +1,7 @@
 """A recipe made of what a script or a notebook has in hand: a model, rows, and a reward function.
 
-Workers are other processes, so a function goes to them by its source: the file of its module or script, or, of a cell
-of a notebook, a file with its definition and those of what it names. Nothing is pickled.
+Workers are other processes, so a function goes to them by its source: the file of its module or script, or, where an
+import does not give it, a file with the statements that make it and those of what it names. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -9,27 +9,31 @@ from __future__ import annotations
 import ast
 import builtins
 import inspect
+import itertools
 import json
 import linecache
+import symtable
 import sys
 import tempfile
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType, NoneType
 from typing import Any
 
 from distflow.config.paths import recipes_folder
 from distflow.config.yamlfile import yaml_text
-from distflow.errors import UserError
+from distflow.errors import PluginError, UserError
+from distflow.flow.resolve import find_named
+from distflow.flow.statements import Definition, blocks, is_main_guard, names_changed, names_given
 
 FLOW, LAYOUT, STEPS = "grpo", "colocated", 100
 BATCH = {"prompts": 8, "samples_per_prompt": 8}
 """What is taken where nothing is said."""
 CELLS, ROWS, RECIPE = "functions.py", "rows.jsonl", "recipe.yaml"
 """The files that are written."""
-FUNCTION = "flow.steps.reward.with.function"
+_COMPREHENSIONS = ("listcomp", "setcomp", "dictcomp", "genexpr")
 
 
 def write_recipe(
@@ -40,13 +44,14 @@ def write_recipe(
     reward: object,
     flow: str | None,
     settings: Mapping[str, Any],
+    caller: FrameType | None = None,
 ) -> Path:
     """Write a recipe, and the rows and functions that have no file yet, into a folder; returns its path.
 
     `reward`: a function; the name of a shipped one or a place such as `./file.py:name`; several, as a list or by name.
-    `settings`: sections of the recipe, as mappings. Raises UserError.
+    `settings`: sections of the recipe, as mappings. `caller`: what launches. Raises UserError.
     """
-    functions = Functions(folder / CELLS)
+    functions = Functions(folder / CELLS, caller)
     defaults: list[object] = [{"flow": flow or FLOW}, {"layout": LAYOUT}]
     sections: dict[str, Any] = {"run": {"training_steps": STEPS}, "batch": dict(BATCH)}
     sections |= {"data": {"source": _path(data) if isinstance(data, str) else str(folder / ROWS)}}
@@ -55,7 +60,11 @@ def write_recipe(
     else:
         sections["models"] = {"policy": {"path": _path(model)}}
     if reward is not None:
-        sections["flow"] = {"steps": {"reward": {"with": {"function": _rewards(reward, functions)}}}}
+        sections["flow"] = {
+            "steps": {
+                "reward": {"with": {"function": _rewards(reward, functions, functions.written.argument("reward"))}}
+            }
+        }
     if not isinstance(data, str):
         (folder / ROWS).write_text("".join(_lines(data)), encoding="utf-8")
     functions.write()
@@ -97,84 +106,228 @@ def _merged(sections: dict[str, Any], settings: Mapping[str, Any]) -> dict[str, 
     return sections
 
 
-def _rewards(reward: object, functions: Functions) -> object:
-    """Return what stands for these rewards in a recipe."""
+def _rewards(reward: object, functions: Functions, written: ast.expr | None) -> object:
+    """Return what stands for these rewards in a recipe. `written`: the expression that makes them."""
+    written = functions.written.value_of(written)
     if isinstance(reward, Mapping):
-        return {str(name): {"function": functions.place_of(one)} for name, one in reward.items()}
+        keys = [one.value if isinstance(one, ast.Constant) else None for one in _keys(written)]
+        by_key = dict(zip(keys, written.values, strict=True)) if isinstance(written, ast.Dict) else {}
+        return {str(key): {"function": functions.place_of(one, by_key.get(key))} for key, one in reward.items()}
     if isinstance(reward, list | tuple):
-        named = {getattr(one, "__name__", str(one)): one for one in reward}
-        if len(named) < len(reward):
-            raise UserError("reward: several of one name — give them as a mapping, each by a name of its own")
-        return _rewards(named, functions)
-    return functions.place_of(reward)
+        items = written.elts if isinstance(written, ast.List | ast.Tuple) else []
+        exact = len(items) == len(reward) and not any(isinstance(one, ast.Starred) for one in items)
+        names = [functions.name_of(one) for one in reward]
+        found = {}
+        for number, (name, one) in enumerate(zip(names, reward, strict=True)):
+            key = name if names.index(name) == number or not _is_object(one) else f"{name}_{number + 1}"
+            if key in found:
+                raise UserError("reward: several of one name — give them as a mapping, each by a name of its own")
+            found[key] = {"function": functions.place_of(one, items[number] if exact else None)}
+        return found
+    return functions.place_of(reward, written)
+
+
+def _keys(written: ast.expr | None) -> list[ast.expr | None]:
+    return written.keys if isinstance(written, ast.Dict) else []
+
+
+def _is_object(one: object) -> bool:
+    """Tell whether this has no name of its own, as a lambda or what a class makes."""
+    return callable(one) and not str(getattr(one, "__name__", "")).isidentifier()
+
+
+class LaunchingCode:
+    """What is written where a run is launched: in a script, or in the cells of a notebook."""
+
+    def __init__(self, caller: FrameType | None) -> None:
+        main = sys.modules["__main__"]
+        outer: Mapping[str, object] = vars(main) if caller is None else caller.f_globals
+        inner: Mapping[str, object] = {} if caller is None or caller.f_locals is outer else caller.f_locals
+        self.values: Mapping[str, object] = {**outer, **inner}
+        """All names that can be read there."""
+        self.own: frozenset[str] = frozenset(inner)
+        """Those of the function that launches."""
+        self.twice: frozenset[str] = frozenset(
+            name for name in inner if name in outer and inner[name] is not outer[name]
+        )
+        """Those that its module knows as something else."""
+        self.file = _file_of(main if caller is None else sys.modules.get(str(outer.get("__name__"))))
+        place, self._line = (caller.f_code.co_filename, caller.f_lineno) if caller is not None else ("", 0)
+        self._tree = _parsed("".join(linecache.getlines(place)))
+        texts = [Path(self.file).read_text(encoding="utf-8")] if self.file is not None else _cells(outer)
+        here = ast.dump(self._tree, include_attributes=True)
+        self._statements: list[ast.stmt] = []
+        for tree in map(_parsed, texts):
+            calls = ast.dump(tree, include_attributes=True) == here
+            self._statements += self._reached(tree.body, self._line if calls else 0)
+
+    def _reached(self, body: Iterable[ast.stmt], line: int) -> Iterator[ast.stmt]:
+        """List statements as they are, and those of the blocks around the line that launches."""
+        for node in body:
+            around = node.lineno <= line <= (node.end_lineno or 0)
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and around:
+                yield node
+                yield from self._reached(node.body, line)
+            elif is_main_guard(node) or (around and blocks(node)):
+                for block in blocks(node):
+                    yield from self._reached(block, line)
+            else:
+                yield node
+
+    def statements_of(self, name: str) -> list[ast.stmt]:
+        """List the statements that made what `name` is, in their order; empty if they are not known."""
+        found: list[ast.stmt] = []
+        for node in reversed(self._statements):
+            given = name in names_given(node)
+            if not given and name not in names_changed(node):
+                continue
+            found.insert(0, node)
+            reads = isinstance(node, ast.AugAssign) or name in _names_in(ast.unparse(node))[0]
+            if given and not blocks(node) and not reads:
+                return found
+        return found if any(name in names_given(node) for node in found) else []
+
+    def argument(self, keyword: str) -> ast.expr | None:
+        """Return the expression of an argument of the call that launches; None if it cannot be told."""
+        calls = [node for node in ast.walk(self._tree) if isinstance(node, ast.Call)]
+        here = [node for node in calls if node.lineno <= self._line <= (node.end_lineno or 0)]
+        found = [one.value for node in here for one in node.keywords if one.arg == keyword]
+        return found[0] if len(found) == 1 else None
+
+    def value_of(self, written: ast.expr | None) -> ast.expr | None:
+        """Return what a name was given, if that is written, and anything else as it is."""
+        while isinstance(written, ast.Name):
+            match self.statements_of(written.id):
+                case [ast.Assign(targets=[ast.Name()], value=value)]:
+                    written = value
+                case _:
+                    return written
+        return written
 
 
 class Functions:
-    """Where workers find functions; what has no file is gathered in one."""
+    """Where workers find functions; what they cannot import is gathered in one file."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, caller: FrameType | None = None) -> None:
         self._file = file
+        self.written = LaunchingCode(caller)
         self._parts: dict[str, str] = {}
         """Source by name, what others need first."""
+        self._folders: list[str] = []
+        """Where modules of the user's lie that are imported."""
 
-    def place_of(self, function: object) -> str:
-        """Return `module:name` or `/path/file.py:name` of a function; a text is one already. Raises UserError."""
+    def name_of(self, one: object) -> str:
+        """Return the name of a reward: its own, that of its variable, or that of its class."""
+        own = str(getattr(one, "__name__", ""))
+        if isinstance(one, str) or own.isidentifier():
+            return own or str(one)
+        named = self._variable(one)
+        inner = one.func if isinstance(one, partial) else one
+        return named or (self.name_of(inner) if inner is not one else "function" if own else type(one).__name__)
+
+    def place_of(self, function: object, written: ast.expr | None = None) -> str:
+        """Return `module:name` or `/path/file.py:name` of a function; a text is one already. Raises UserError.
+
+        `written`: the expression that makes it, where it has no name.
+        """
         if isinstance(function, str):
             return _place(function)
+        if not callable(function):
+            raise UserError(
+                f"reward: {function!r} is {type(function).__name__} — give a function, or name it: ./file.py:name"
+            )
         name = str(getattr(function, "__qualname__", ""))
-        if not callable(function) or isinstance(function, partial) or not name:
+        module = sys.modules.get(str(getattr(function, "__module__", "")))
+        if (
+            module is not None
+            and name
+            and getattr(module, name, None) is function
+            and (place := _import_of(module, name))
+        ):
+            return place
+        variable = self._variable(function)
+        file = self.written.file
+        if variable and file is not None and variable not in self.written.own and _is_defined(file, variable):
+            return f"{file}:{variable}"
+        if variable:
+            self._gather(variable, function)
+            return f"{self._file}:{variable}"
+        if written is None or isinstance(written, ast.Name | ast.Starred):
             raise UserError(
-                f"reward: {function!r} has no name by which workers could import it — give a function, or name "
-                "what it is: ./file.py:name"
+                f"reward: {function!r} has no name by which workers could import it, and what makes it is not written "
+                "in the call — name it at the top of the script or of a cell, such as `mine = …`, then `reward=mine`"
             )
-        module = sys.modules.get(getattr(function, "__module__", ""))
-        file = _file_of(module)
-        known = module is not None and getattr(module, name, None) is function
-        if known and file is not None and module is not None:
-            inside = bool(module.__package__) or Path(file).name == "__init__.py"
-            return f"{module.__name__}:{name}" if inside else f"{file}:{name}"
-        if not known or file is not None:
-            raise UserError(
-                f"reward: {name} is no function at the top of its module, so that workers cannot import it — define "
-                "it outside of functions and classes, under its own name"
-            )
-        self._gather(name, function, vars(module) if module is not None else {})
-        return f"{self._file}:{name}"
+        variable = self._free(self.name_of(function))
+        self._add(variable, f"{variable} = {ast.unparse(written)}")
+        return f"{self._file}:{variable}"
 
     def write(self) -> None:
         """Write what was gathered."""
         if self._parts:
-            head = '"""Functions of a notebook, and what they name."""\n\nfrom __future__ import annotations\n\n'
-            self._file.write_text(head + "\n\n".join(self._parts.values()) + "\n", encoding="utf-8")
+            head = (
+                '"""Functions of a script or notebook, and what they name."""\n\nfrom __future__ import annotations\n\n'
+            )
+            if self._folders:
+                head += f"import sys as _sys\n\n_sys.path.extend({self._folders!r})\n\n"
+            text = "\n\n".join(part for part in self._parts.values() if part)
+            self._file.write_text(f"{head}{text}\n", encoding="utf-8")
 
-    def _gather(self, name: str, what: object, scope: Mapping[str, object]) -> None:
-        """Note the source of what is called `name` in the cells, behind that of all that it names."""
+    def _variable(self, what: object) -> str:
+        """Return the name of a variable that is this very object; empty if there is none whose source is known."""
+        own = str(getattr(what, "__name__", ""))
+        names = [name for name, value in self.written.values.items() if value is what and not name.startswith("_")]
+        names.sort(key=lambda name: name != own)
+        return next((name for name in names if name == own or self.written.statements_of(name)), "")
+
+    def _free(self, name: str) -> str:
+        taken = {*self._parts, *self.written.values}
+        numbers = (f"{name}_{number}" for number in itertools.count(1))
+        return next(one for one in itertools.chain([f"{name}_made"], numbers) if one not in taken)
+
+    def _gather(self, name: str, what: object) -> None:
+        """Note the source of what is called `name`, behind that of all that it names."""
         if name in self._parts:
             return
+        if name in self.written.twice:
+            raise UserError(
+                f"reward: {name} is one thing in the function that launches and another in its module — rename one"
+            )
         imported = _imported(name, what)
         if imported:
+            self._note_folder(what)
             self._parts[name] = imported
             return
-        if inspect.isfunction(what) or inspect.isclass(what):
-            source = _source_of(name, what)
-            self._parts[name] = ""  # what names itself, or one that names it, ends here
-            for used in _names_in(source):
-                if used in scope and used != name:
-                    self._gather(used, scope[used], scope)
-            del self._parts[name]
-            self._parts[name] = source
+        if literal := _literal(what):
+            self._parts[name] = f"{name} = {literal}"
             return
-        text = repr(what)
-        try:
-            same = ast.literal_eval(text) == what
-        except (ValueError, SyntaxError):
-            same = False
-        if not same:
-            raise UserError(
-                f"reward: it uses {name}, {type(what).__name__}, which cannot be sent to workers by its source — make "
-                "it within the function, or put the function into a file and name it: ./file.py:name"
-            )
-        self._parts[name] = f"{name} = {text}"
+        chain = self.written.statements_of(name)
+        self._add(name, _source_of(name, what, chain))
+        for other in {given for node in chain for given in names_given(node)}:
+            if other not in self._parts and self.written.statements_of(other) == chain:
+                self._parts[other] = ""
+
+    def _add(self, name: str, source: str) -> None:
+        """Note a source: what it reads at once before it, what it reads when it is called behind it."""
+        now, later = _names_in(source)
+        self._parts[name] = ""  # what names itself, or one that names it, ends here
+        known = self.written.values
+        for used in now:
+            if used in known and used != name:
+                self._gather(used, known[used])
+        del self._parts[name]
+        self._parts[name] = source
+        for used in later:
+            if used in known and used != name:
+                self._gather(used, known[used])
+
+    def _note_folder(self, what: object) -> None:
+        """Note the folder of a script or notebook if an import finds a module there."""
+        module = what if isinstance(what, ModuleType) else sys.modules.get(str(getattr(what, "__module__", "")))
+        file = _file_of(module)
+        folder = Path(self.written.file).parent if self.written.file is not None else Path.cwd()
+        below = file is not None and Path(file).is_relative_to(folder) and not Path(file).is_relative_to(sys.prefix)
+        if below and str(folder) not in self._folders:
+            self._folders.append(str(folder))
 
 
 def _place(text: str) -> str:
@@ -188,39 +341,94 @@ def _file_of(module: ModuleType | None) -> str | None:
     return str(Path(file).resolve()) if file is not None and Path(file).is_file() else None
 
 
+def _import_of(module: ModuleType, name: str) -> str:
+    """Return how workers import a name of a module; empty if an import of its file does not give it."""
+    file = _file_of(module)
+    if file is None:
+        return ""
+    if module.__package__ or Path(file).name == "__init__.py":
+        own = module.__spec__.name if module.__spec__ is not None else module.__name__
+        return f"{own}:{name}" if not file.endswith(".py") or _is_defined(file, name) or own != "__main__" else ""
+    return f"{file}:{name}" if _is_defined(file, name) else ""
+
+
+def _is_defined(file: str, name: str) -> bool:
+    try:
+        find_named(f"{file}:{name}")
+    except PluginError:
+        return False
+    return True
+
+
 def _imported(name: str, what: object) -> str:
     """Write the statement that imports what comes from a module; empty for what the cells themselves define."""
     if isinstance(what, ModuleType):
         return f"import {what.__name__} as {name}"
-    module, own = getattr(what, "__module__", None), getattr(what, "__qualname__", "")
+    module, own = getattr(what, "__module__", None), str(getattr(what, "__qualname__", ""))
     if module in (None, "__main__") or not own.isidentifier():
         return ""
     found = getattr(sys.modules.get(str(module)), own, None)
     return f"from {module} import {own} as {name}" if found is what else ""
 
 
-def _source_of(name: str, what: Any) -> str:
-    if inspect.isclass(what) and (written := _class_in_cell(what)):
-        return written
+def _literal(what: object) -> str:
+    """Write a plain value; empty for anything else."""
+    text = repr(what) if isinstance(what, int | float | str | bytes | list | tuple | dict | set | NoneType) else ""
+    try:
+        return text if text and ast.literal_eval(text) == what else ""
+    except (ValueError, SyntaxError):
+        return ""
+
+
+def _source_of(name: str, what: Any, chain: Sequence[ast.stmt]) -> str:
+    """Return the source of a definition, or the statements that made it; raises UserError."""
+    if chain and not (inspect.isfunction(what) and what.__name__ == name and isinstance(chain[-1], Definition)):
+        return "\n".join(map(ast.unparse, chain))
     try:
         return textwrap.dedent(inspect.getsource(what)).strip()
     except (OSError, TypeError) as error:
+        if chain:
+            return "\n".join(map(ast.unparse, chain))
         raise UserError(
-            f"reward: the source of {name} is not known ({error}) — put it into a file and name it: ./file.py:{name}"
+            f"reward: it uses {name}, {type(what).__name__}, which cannot be sent to workers by its source: no "
+            "statement of the script or the cells makes it — make it within the function, or put the function into a "
+            "file and name it: ./file.py:name"
         ) from error
 
 
-def _class_in_cell(what: type) -> str:
-    """Find the source of a class of a notebook, by the cell of a method: `inspect` looks for classes in files alone."""
-    cells = [one.__code__.co_filename for one in vars(what).values() if inspect.isfunction(one)]
-    for text in ("".join(linecache.getlines(cell)) for cell in cells if not Path(cell).is_file()):
-        for node in ast.parse(text).body:
-            if isinstance(node, ast.ClassDef) and node.name == what.__name__:
-                return ast.get_source_segment(text, node) or ""
-    return ""
+def _cells(scope: Mapping[str, object]) -> list[str]:
+    """List the cells of a notebook, as they were run: those of its history behind those that are known besides."""
+    kept = [entry for place, entry in linecache.cache.items() if len(entry) == 4 and not Path(place).is_file()]
+    history = scope.get("In")
+    return [*("".join(entry[2]) for entry in kept), *(map(str, history) if isinstance(history, list) else ())]
 
 
-def _names_in(source: str) -> list[str]:
-    """List all names that a definition reads, in their order."""
-    read = [node.id for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name)]
-    return [name for name in dict.fromkeys(read) if not hasattr(builtins, name)]
+def _parsed(text: str) -> ast.Module:
+    try:
+        return ast.parse(text)
+    except SyntaxError:
+        return ast.Module([], [])
+
+
+def _names_in(source: str) -> tuple[list[str], list[str]]:
+    """List the names of the module that a source reads: as it runs, and once it is called."""
+    now: dict[str, None] = {}
+    later: dict[str, None] = {}
+
+    def read(table: symtable.SymbolTable, into: dict[str, None]) -> None:
+        for one in table.get_symbols():
+            if one.is_referenced() and (one.is_global() or table.get_type() == "module"):
+                into[one.get_name()] = None
+        for child in table.get_children():
+            at_once = child.get_type() == "class" or child.get_name() in _COMPREHENSIONS
+            read(child, into if at_once else later)
+
+    try:
+        read(symtable.symtable(source, "<source>", "exec"), now)
+    except SyntaxError:  # of a cell that awaits
+        return [], []
+    return _without_builtins(now), _without_builtins(later)
+
+
+def _without_builtins(names: Iterable[str]) -> list[str]:
+    return [name for name in names if not hasattr(builtins, name)]

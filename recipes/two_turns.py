@@ -7,10 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from distflow import Batch, StepContext, step
+from distflow import Batch, Episode, Generate, SamplingParams, StepContext, step
 from distflow.data.samples import by_sample, to_rows
-from distflow.runtime.generate_step import Generate
-from distflow.types import Episode, SamplingParams
 from distflow.workers.reward_functions import digits_copied
 
 

@@ -69,5 +69,6 @@ def test_the_public_names_are_listed_without_loading_them() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert (
         done.stdout.strip()
-        == "['Batch', 'Client', 'ContextFull', 'Ragged', 'Run', 'StepContext', 'launch', 'load_run', 'step'] False"
+        == "['Batch', 'Client', 'Completion', 'ContextFull', 'Episode', 'Generate', 'Ragged', 'Run', 'SamplingParams', "
+        "'StepContext', 'launch', 'load_run', 'step'] False"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from types import UnionType
@@ -15,7 +15,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from distflow.config.data_schema import DataConfig, DifficultyConfig
-from distflow.config.other_tools import meant
+from distflow.config.meanings import Meaning
+from distflow.config.other_tools import VERL, meant
 from distflow.config.schema import LONGEST_S, BatchConfig, ModelConfig, Recipe, StepConfig
 from distflow.config.yamlfile import KeyPath, dotted
 from distflow.errors import Places, Problem, Problems, did_you_mean, nearest
@@ -49,6 +50,9 @@ _CHOICES = {
     "models": "choose one, such as model@models.policy=tiny, or give models.policy a `path` or `init`",
 }
 """Sections that cannot be left out or empty, and what fills them."""
+_UNKNOWN = "nothing here is known to stand for it (docs/from-other-tools.md)"
+_CONVERT = "`distflow convert FILE` makes a recipe of verl's overrides, in a list or a shell script"
+_VERL_SECTIONS = {key.partition(".")[0] for key in VERL} - {*Recipe.model_fields}
 _NAMES = {
     "name": "letters, digits, '.', '_' and '-', of which the first is a letter or a digit; ",
     "prefix": "lower-case letters, digits and '_', of which the first is a letter; ",
@@ -64,7 +68,7 @@ def check(values: Mapping[str, Any], where: Where) -> tuple[Recipe | None, list[
     try:
         recipe = Recipe.model_validate(values)
     except ValidationError as error:
-        found = [problem_of(details, where) for details in error.errors(include_url=False)]
+        found = _problems_of(error.errors(include_url=False), where)
         problems += _with_hint([problem for problem in found if problem.key not in told])
         if not any(problem.key.split(".")[0] in ("batch", "recipe") for problem in problems):
             _check_batch(BatchConfig.model_validate(values["batch"]), problems)
@@ -193,6 +197,59 @@ def _either(numbers: list[int]) -> str:
     return " or ".join(str(number) for number in numbers)
 
 
+def _problems_of(errors: Sequence[ErrorDetails], where: Where) -> Iterator[Problem]:
+    """Schema errors in the terms of a recipe; of a section of another tool, one for each of its keys."""
+    told = False
+    for details in errors:
+        key = tuple(str(part) for part in details["loc"])
+        problem, given = problem_of(details, where), details["input"]
+        found = [problem]
+        if details["type"] == "extra_forbidden" and not _is_typo(key, given):
+            leaves = dict(_leaves(given, key))
+            # The name of a section says nothing of each of its keys.
+            hints = {path: _foreign(path, value, len(key)) for path, value in leaves.items()} if len(leaves) > 1 else {}
+            if any(hints.values()):
+                found = [
+                    Problem(where(dotted(path)), dotted(path), "unknown key", hint or _UNKNOWN)
+                    for path, hint in hints.items()
+                ]
+            if not told and key[0] in _VERL_SECTIONS and isinstance(given, Mapping):
+                told, found[0] = True, replace(found[0], hint=f"{found[0].hint}; {_CONVERT}")
+        yield from found
+
+
+def _is_typo(key: KeyPath, given: object) -> bool:
+    """Whether an unknown key is like one that there is, and what it is given like that one's values."""
+    near = nearest(key[-1], _keys_of(key[:-1], Recipe))
+    known = [] if near is None else _keys_of((*key[:-1], near), Recipe)
+    return near is not None and (not known or not isinstance(given, Mapping) or any(name in known for name in given))
+
+
+def _leaves(value: object, key: KeyPath) -> Iterator[tuple[KeyPath, object]]:
+    """The keys below this one that have values."""
+    if isinstance(value, Mapping) and value:
+        for name, below in value.items():
+            yield from _leaves(below, (*key, str(name)))
+    else:
+        yield key, value
+
+
+def _foreign(path: KeyPath, value: object, own: int) -> str:
+    """Return what a key of another tool is here; empty: not known.
+
+    By its whole path, as verl has it, else by its words from the last on, without the `own` first ones.
+    """
+    meaning = VERL.get(dotted(path), Meaning())
+    said = meaning.text
+    if "." in meaning.to and meaning.to != "run.trackers":
+        key = meaning.to.replace("layout.pools.worker.", "layout.pools.NAME.")
+        said = f"did you mean {key}{f' ({meaning.text})' if meaning.text else ''}?"
+        word = meant(path[-1], value)
+        return word if key in word else said
+    found = (meant(word, value) or said or _elsewhere(word) for word in path[own:][::-1])
+    return next((text for text in found if text), "")
+
+
 def problem_of(details: ErrorDetails, where: Where, root: type[BaseModel] = Recipe) -> Problem:
     """A schema error in the terms of a recipe. `root` is the schema that was violated."""
     key = tuple(str(part) for part in details["loc"])
@@ -245,28 +302,12 @@ def known_key(key: KeyPath, given: object = None, root: type[BaseModel] = Recipe
     siblings = _keys_of(key[:-1], root)
     if section_at(key[:-1], root) is StepConfig and nearest(key[-1], siblings) is None:
         return f"did you mean {dotted((*key[:-1], 'with', key[-1]))}? allowed: {', '.join(sorted(siblings))}"
-    if root is not Recipe or nearest(key[-1], siblings) is not None:
+    if root is not Recipe or _is_typo(key, given):
         return did_you_mean(key[-1], siblings)
-    words = list(_words_of(key[-1], given))[::-1]
-    value = _value_of(given)
-    found = (text for word in words for text in (meant(word, value), _elsewhere(word)) if text)
-    told = next(found, did_you_mean(key[-1], siblings))
-    return told.replace("models.policy.", "models.critic.") if words[-1] == "critic" else told
-
-
-def _words_of(word: str, given: object) -> Iterator[str]:
-    """The keys a, b, c of `a: {b: {c: 1}}`, as a path of keys of another tool is parsed."""
-    yield word
-    while isinstance(given, Mapping) and len(given) == 1:
-        word, given = next(iter(given.items()))
-        yield str(word)
-
-
-def _value_of(given: object) -> object:
-    """Return what a path of keys of another tool is given, as of `a: {b: {c: 1}}` 1."""
-    while isinstance(given, Mapping) and len(given) == 1:
-        given = next(iter(given.values()))
-    return given
+    # Of several keys below it each has a hint of its own.
+    path, value = next(_leaves(given, key)) if len([*_leaves(given, key)]) == 1 else (key, None)
+    told = _foreign(path, value, len(key) - 1) or did_you_mean(key[-1], siblings)
+    return told.replace("models.policy.", "models.critic.") if key[-1] == "critic" else told
 
 
 def _elsewhere(word: str) -> str:

@@ -1,27 +1,26 @@
 """Recipes made of other tools' configurations: what maps, what needs nothing here, and what has no counterpart.
 
 Sections of this file: *converting* by the dictionaries in `trl_keys.py` and `other_tools.py` what `foreign.py` has
-read, and *writing* the recipe with every key accounted for.
+read, and *writing* the recipe with every key accounted for. What several keys decide together is in
+`trl_conversion.py` and `verl_conversion.py`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from math import gcd
 from typing import Any, Literal
 
 from distflow.config.foreign import Expression, Foreign
 from distflow.config.foreign import shown as _shown
 from distflow.config.meanings import Meaning, Unneeded
-from distflow.config.other_tools import ESTIMATORS, VERL, meant
-from distflow.config.together import Together as _Together
-from distflow.config.together import choose as _choose
-from distflow.config.together import clip as _clip
-from distflow.config.together import divergence as _divergence
+from distflow.config.other_tools import VERL, VERL_DEFAULTS, meant
+from distflow.config.together import Default, Together, mixture
 from distflow.config.trl_conversion import of_trl
-from distflow.config.trl_keys import TRL
+from distflow.config.trl_keys import TRL, TRL_DEFAULTS
+from distflow.config.verl_conversion import of_verl
 from distflow.config.yamlfile import yaml_text
 
 Kind = Literal["maps", "says", "lacks"]
@@ -31,6 +30,7 @@ TITLES: Mapping[Kind, str] = {
     "lacks": "does not map: decide by hand",
 }
 _TABLES: Mapping[str, Mapping[str, Meaning]] = {"TRL": TRL, "verl": VERL}
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = {"TRL": TRL_DEFAULTS, "verl": VERL_DEFAULTS}
 _STEPS = 100
 """What a recipe gets where the other tool does not say how long it trains."""
 _LEDGERS = "order books of the data (default 8): they divide the prompts, and there is one for each training worker"
@@ -56,7 +56,9 @@ class Converted:
     accounts: tuple[Account, ...]
     assumed: tuple[str, ...]
     """What the recipe says although the other configuration does not, with the reason."""
-    notes: Mapping[str, str] = field(default_factory=dict)
+    defaults: tuple[Account, ...]
+    """What the other tool does unless it is told, and the recipe has to say."""
+    notes: Mapping[str, str]
     """Comments, by key of the recipe."""
 
 
@@ -64,22 +66,53 @@ def convert(foreign: Foreign) -> Converted:
     """Make a recipe of another tool's configuration; every key of it is accounted for."""
     values = dict(foreign.given)
     known = {key: value for key, value in values.items() if not isinstance(value, Expression)}
-    together = (of_trl if foreign.tool == "TRL" else _of_verl)(foreign, known)
+    together = of_trl(foreign, known) if foreign.tool == "TRL" else of_verl(known)
     accounts, made = [], dict(together.made)
     for key, value in values.items():
         account, keys = _account(foreign, key, value, together)
         accounts.append(account)
         made |= keys
+    _add_defaults(foreign, made, together)
     _fit(made, together)
     recipe = _nested(made, together.flow, together.layout)
-    notes = {**together.notes, "batch.ledgers": _LEDGERS}
-    return Converted(recipe, tuple(accounts), tuple(together.assumed), notes)
+    defaults = tuple(
+        Account(default.argument, default.value, "maps", f"{key}={_shown(made[key])}")
+        for key, default in together.defaults.items()
+        if default.argument not in values
+    )
+    return Converted(recipe, tuple(accounts), tuple(together.assumed), defaults, dict(_notes(foreign, together)))
 
 
-def _account(foreign: Foreign, key: str, value: Any, together: _Together) -> tuple[Account, dict[str, Any]]:
+def _add_defaults(foreign: Foreign, made: dict[str, Any], together: Together) -> None:
+    """Add what the other tool does unless it is told, where that is not what happens here."""
+    for key, value in _DEFAULTS[foreign.tool].items():
+        why = f"the script computes {key}" if isinstance(foreign.given.get(key), Expression) else ""
+        for here, found in _account(foreign, key, value, together)[1].items():
+            if here not in made and _needed(here, made, together):
+                made[here] = found
+                together.defaults[here] = Default(key, value, why)
+
+
+def _needed(key: str, made: Mapping[str, Any], together: Together) -> bool:
+    if key.startswith("models.critic."):
+        return together.flow == "ppo"
+    return not key.startswith("val.") or any(key.startswith("val.data.") for key in made)
+
+
+def _notes(foreign: Foreign, together: Together) -> Iterator[tuple[str, str]]:
+    """Yield the comments of the recipe, each with its key."""
+    yield "batch.ledgers", _LEDGERS
+    yield from together.notes.items()
+    for key, default in together.defaults.items():
+        yield key, f"{foreign.tool}'s default{f': {default.why}' if default.why else ''}"
+
+
+def _account(foreign: Foreign, key: str, value: Any, together: Together) -> tuple[Account, dict[str, Any]]:
     meaning = _TABLES[foreign.tool].get(key)
-    if (told := _told(key, value, together)) is not None:
-        return told, {}
+    told: Mapping[Kind, Mapping[str, str]] = {"lacks": together.lacks, "says": together.says, "maps": together.settled}
+    for kind, texts in told.items():
+        if key in texts:
+            return Account(key, value, kind, texts[key]), {}
     if meaning is None:
         word = re.split(r"[.@/]", key)[-1]
         return Account(key, value, "lacks", meant(word) or "not in the dictionary"), {}
@@ -92,99 +125,41 @@ def _account(foreign: Foreign, key: str, value: Any, together: _Together) -> tup
     if isinstance(value, Expression):
         return Account(key, value, "lacks", f"{meaning.to}: the script computes it"), {}
     try:
-        here = value if meaning.make is None else meaning.make(value)
+        to, found = _translated(meaning, value, together)
     except Unneeded as error:
         return Account(key, value, "says", str(error)), {}
     except ValueError as error:
         return Account(key, value, "lacks", str(error)), {}
+    return Account(key, value, "maps", f"{to}={_shown(found)}"), {to: found}
+
+
+def _translated(meaning: Meaning, value: Any, together: Together) -> tuple[str, Any]:
+    """Return the key and the value here. Raises what `Meaning.make` does."""
+    here = value if meaning.make is None else meaning.make(value)
+    to = _in_layout(meaning.to, together)
+    if meaning.options:
+        if together.engine not in meaning.options:
+            raise Unneeded(f"an option of {meaning.text}; engine {together.engine} has none")
+        to += f".{meaning.options[together.engine]}"
+    if ".backend_options." in to and together.backend != "fsdp":
+        raise Unneeded("an option of backend fsdp, which has nothing to divide here")
     if here is None:
-        return Account(key, value, "says", f"null: {meaning.to} keeps its default"), {}
-    return Account(key, value, "maps", f"{meaning.to}={_shown(here)}"), {_in_layout(meaning.to, together): here}
+        raise Unneeded(f"null: {to} keeps its default")
+    if to.endswith("data.source") and isinstance(here, list):
+        return (to, here[0]) if len(here) == 1 else (to.replace("source", "mix"), mixture(here))
+    return to, here
 
 
-def _told(key: str, value: Any, together: _Together) -> Account | None:
-    """Return what follows for a key from several of them."""
-    if key in together.lacks:
-        return Account(key, value, "lacks", together.lacks[key])
-    if key in together.says:
-        return Account(key, value, "says", together.says[key])
-    if key in together.settings:
-        return Account(key, value, "maps", f"{together.settings[key]}={_shown(value)}")
-    return None
-
-
-def _in_layout(key: str, together: _Together) -> str:
+def _in_layout(key: str, together: Together) -> str:
     """The key of a pool in the layout that was chosen."""
     if together.layout == "colocated" or not key.startswith("layout.pools.worker."):
         return key
-    pool = "trainer" if key.endswith(".backend") else "rollout"
+    key = key.replace(".worker.offload", ".worker.backend_options.cpu_offload")
+    pool = "trainer" if ".backend" in key else "rollout"
     return key.replace(".worker.", f".{pool}.")
 
 
-def _of_verl(foreign: Foreign, given: Mapping[str, Any]) -> _Together:
-    actor, found = "actor_rollout_ref.actor.", _Together()
-    made = found.made
-    prompts = found.number(given, "data.train_batch_size", 1024)
-    made |= {"batch.prompts": prompts, "models.policy.optimizer.lr": 1e-6}
-    made["flow.steps.sample.with.max_new_tokens"] = 512
-    updates = max(1, prompts // found.number(given, actor + "ppo_mini_batch_size", 256))
-    made |= {"batch.minibatches": updates} if updates > 1 else {}
-    estimator = given.get("algorithm.adv_estimator", "gae")
-    if estimator in ESTIMATORS:
-        found.flow = ESTIMATORS[estimator]
-    else:
-        found.lacks["algorithm.adv_estimator"] = f"{estimator}: an advantage of your own (docs/custom-steps.md)"
-    if given.get("algorithm.filter_groups.enable"):
-        _choose(found, "dapo", "algorithm.filter_groups.enable")
-    mode = given.get(actor + "policy_loss.loss_mode", "vanilla")
-    if mode in ("gspo", "cispo"):
-        _choose(found, mode, actor + "policy_loss.loss_mode")
-    elif mode != "vanilla":
-        found.lacks[actor + "policy_loss.loss_mode"] = f"{mode}: a loss of your own (docs/custom-steps.md)"
-    both = found.number(given, actor + "clip_ratio", 0.2)
-    low, high = (found.number(given, f"{actor}clip_ratio_{end}", both) for end in ("low", "high"))
-    _clip(found, low, high, named=any(key.startswith(actor + "clip_ratio") for key in given))
-    coefficient = found.number(given, actor + "kl_loss_coef", 0.001) if given.get(actor + "use_kl_loss") else 0.0
-    kinds = {"low_var_kl": "k3", "k3": "k3", "kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2"}
-    kind = given.get(actor + "kl_loss_type", "low_var_kl")
-    if kind not in kinds:
-        found.lacks[actor + "kl_loss_type"] = f"{kind} is not built; there are {', '.join(kinds)}"
-    _divergence(found, coefficient, kinds.get(kind, "k3"))
-    modes = {name: name for name in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")}
-    modes["seq-mean-token-sum-norm"] = "seq-mean-token-sum-norm/${flow.steps.sample.with.max_new_tokens}"
-    aggregate = given.get(actor + "loss_agg_mode", "token-mean")
-    if aggregate in modes:
-        # Of the flows that have another one by default, that is meant unless it is given.
-        if found.flow not in ("gspo", "ppo") or actor + "loss_agg_mode" in given:
-            made["flow.steps.update.with.aggregate"] = modes[aggregate]
-    else:
-        found.lacks[actor + "loss_agg_mode"] = f"{aggregate} is not built; there are {', '.join(modes)}"
-    _parts_of_verl(found, given)
-    return found
-
-
-def _parts_of_verl(found: _Together, given: Mapping[str, Any]) -> None:
-    """The reward function, the adapter and the number of workers."""
-    model = "actor_rollout_ref.model."
-    if given.get(model + "lora_rank"):
-        names = {"lora_rank": "rank", "lora_alpha": "alpha", "target_modules": "targets"}
-        lora = {here: given[model + there] for there, here in names.items() if given.get(model + there) is not None}
-        found.made["models.policy.lora"] = lora
-    gpus = {key: found.number(given, f"trainer.{key}", 1) for key in ("n_gpus_per_node", "nnodes")}
-    if any(f"trainer.{key}" in given for key in gpus):
-        found.made["layout.pools.worker.count"] = gpus["n_gpus_per_node"] * gpus["nnodes"]
-    for above in ("custom_reward_function.", "reward.custom_reward_function."):
-        path = given.get(above + "path")
-        if path:
-            place = path if path.startswith(("/", "$")) else f"./{path.removeprefix('./')}"
-            call, at = f"{place}:{given.get(above + 'name', 'compute_score')}", "flow.steps.reward.with.function"
-            own = {key: key.removeprefix(f"{above}reward_kwargs.") for key in given}
-            settings = {name: given[key] for key, name in own.items() if name != key}
-            found.made[at] = {"score": {"function": call, **settings}} if settings else call
-            found.settings |= {key: f"{at}.score.{name}" for key, name in own.items() if name != key}
-
-
-def _fit(made: dict[str, Any], together: _Together) -> None:
+def _fit(made: dict[str, Any], together: Together) -> None:
     """Add what a recipe cannot do without, and ledgers that divide its prompts and are enough for its trainers."""
     if "run.training_steps" not in made:
         made["run.training_steps"] = _STEPS
@@ -194,27 +169,33 @@ def _fit(made: dict[str, Any], together: _Together) -> None:
         together.assumed.append("models.policy.path is not known: a folder, or the id of a model of the hub")
     if together.flow == "ppo":
         made.setdefault("models.critic.path", made["models.policy.path"])
-    if "data.source" not in made:
+    if not {"data.source", "data.mix"} & made.keys():
         made["data.source"] = "prompts.jsonl"
         together.assumed.append("data.source is not known: a file or folder of prompts, hub:ID, or a function")
-    prompts = made["batch.prompts"]
+    _fit_data(made, together)
+    # Mini-batches have as many groups of every ledger.
+    prompts = made["batch.prompts"] // made.get("batch.minibatches", 1)
     trainers = max(made.get(f"layout.pools.{pool}.count", 1) for pool in ("worker", "trainer"))
-    if made.get("layout.pools.worker.engine") == "vllm" and trainers > 1:
-        other = "layout.pools.worker.engine=sglang, or layout=split with a pool for each"
-        together.assumed.append(f"vllm shares no worker with several that train: {other}")
-    if prompts % (parts := made.get("batch.minibatches", 1)):
-        made["batch.minibatches"] = gcd(prompts, parts)
-        told = f"{parts} optimizer steps would cut {prompts} prompts into parts of groups"
-        together.assumed.append(
-            f"batch.minibatches is {gcd(prompts, parts)}: {told}; batch.prompts={parts} or a multiple"
-        )
-    most = prompts // made.get("batch.minibatches", 1)
-    enough = range(max(gcd(8, most), trainers), most)
-    made["batch.ledgers"] = next((ledgers for ledgers in enough if not most % ledgers), most)
-    source = made["data.source"]
-    if isinstance(source, list):
-        made["data.source"] = source[0]
-        together.assumed.append("data.source is the first of several files: put them into one folder, or into data.mix")
+    enough = range(max(gcd(8, prompts), trainers), prompts)
+    made["batch.ledgers"] = next((ledgers for ledgers in enough if not prompts % ledgers), prompts)
+
+
+def _fit_data(made: dict[str, Any], together: Together) -> None:
+    """Give every source the columns, and say what the weights of a mixture are."""
+    column = made.get("data.fields.prompt")
+    for section in ("data", "val.data"):
+        if column is not None and f"{section}.source" in made:
+            made[f"{section}.fields.prompt"] = column
+        if f"{section}.mix" in made:
+            made.pop(f"{section}.fields.prompt", None)
+            fields = {} if column is None else {"fields": {"prompt": column}}
+            made[f"{section}.mix"] = {name: {**one, **fields} for name, one in made[f"{section}.mix"].items()}
+            if section == "data":
+                names = ", ".join(made["data.mix"])
+                told = (
+                    f"weight of each of {names} in data.mix: its rows, to draw all alike; now the files weigh the same"
+                )
+                together.assumed.append(told)
 
 
 # -- writing
@@ -239,8 +220,9 @@ def written(foreign: Foreign, found: Converted) -> str:
     lines = [f"# From {foreign.file.name} ({foreign.tool}), {len(found.accounts)} keys: " + _counted(counts)]
     lines += [f"# To do: {text}" for text in found.assumed]
     body = _noted(yaml_text(found.recipe).rstrip(), found.notes)
-    for kind, title in TITLES.items():
-        accounts = [one for one in found.accounts if one.kind == kind]
+    parts = {title: [one for one in found.accounts if one.kind == kind] for kind, title in TITLES.items()}
+    parts[f"defaults of {foreign.tool} that differ from those here, and are written"] = [*found.defaults]
+    for title, accounts in parts.items():
         lines_of = [f"#   {one.key}={_shown(one.value)} — {one.text}" for one in accounts]
         body += "\n\n" + "\n".join([f"# {title} ({len(accounts)}):", *lines_of]) if accounts else ""
     return "\n".join(lines) + f"\n{body}\n"

@@ -180,9 +180,12 @@ def _commands(text: str) -> Iterator[list[str]]:
             words = shlex.split(line, comments=True)
         except ValueError:
             words = line.split()
-        words = [filled(word) for word in words]
-        yield words
-        variables |= {found[1]: found[2] for found in map(_VARIABLE.match, words) if found is not None}
+        full = []
+        for word in map(filled, words):
+            full.append(word)
+            if (variable := _VARIABLE.match(word)) is not None:
+                variables[variable[1]] = variable[2]
+        yield full
 
 
 def _overrides(text: str) -> Iterator[tuple[str, Any]]:

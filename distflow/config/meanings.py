@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 
@@ -22,6 +22,8 @@ class Meaning(NamedTuple):
     counterpart, and `Unneeded` for one that needs none."""
     together: bool = False
     """The value here follows from several keys there."""
+    options: Mapping[str, str] = {}
+    """Of an engine's option, its name by engine; `to` is the section in which it stands."""
 
 
 TRACKERS = ("wandb", "tensorboard", "mlflow", "swanlab", "trackio")
@@ -39,8 +41,10 @@ SPEED = Meaning(text=NOTHING + "it changes speed, not results; options of engine
 FOLDER = Meaning(text="on the command line: --runs-dir DIR")
 RESUME = Meaning(text="on the command line: --run NAME --resume")
 CUT = Meaning("flow.steps.update.with.clip", "[below, above]", together=True)
+DUAL_CUT = Meaning("flow.steps.update.with.clip", "[below, above, dual]", together=True)
 DIVERGENCE = Meaning("flow.steps.update.with.kl_coef", "with flow=grpo_kl; 0: flow=grpo", together=True)
 LORA = Meaning("models.policy.lora", together=True)
+SLEEPS = "with layout=colocated layout.pools.worker.offload=true: the engine leaves the GPU while the worker trains"
 
 
 def one_of(**names: Any) -> Callable[[Any], Any]:
@@ -53,6 +57,19 @@ def one_of(**names: Any) -> Callable[[Any], Any]:
         return found
 
     return make
+
+
+TYPES = one_of(
+    **{name: "bfloat16" for name in ("bfloat16", "bf16")},
+    **{name: "float32" for name in ("float32", "fp32")},
+    **{name: "float16" for name in ("float16", "fp16", "half")},
+)
+
+
+def option(make: Callable[[Any], Any] | None = None, *, together: bool = False, **names: str) -> Meaning:
+    """Make the meaning of an option of engines, by the names that it has there."""
+    text = "; ".join(f"{engine}: {name}" for engine, name in names.items())
+    return Meaning("layout.pools.worker.engine_options", text, make, together, names)
 
 
 def positive(value: Any) -> Any:

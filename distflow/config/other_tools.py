@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from distflow.config.meanings import ALWAYS as _ALWAYS
 from distflow.config.meanings import CUT as _CUT
 from distflow.config.meanings import DIVERGENCE as _DIVERGENCE
+from distflow.config.meanings import DUAL_CUT as _DUAL_CUT
 from distflow.config.meanings import FOLDER as _FOLDER
 from distflow.config.meanings import LORA as _LORA
 from distflow.config.meanings import NO_DROPOUT as _NO_DROPOUT
@@ -15,12 +17,15 @@ from distflow.config.meanings import NOTHING as _NOTHING
 from distflow.config.meanings import OFF as _OFF
 from distflow.config.meanings import RESUME as _RESUME
 from distflow.config.meanings import SHARDED as _SHARDED
+from distflow.config.meanings import SLEEPS as _SLEEPS
 from distflow.config.meanings import SPEED as _SPEED
 from distflow.config.meanings import TRACKERS as _TRACKERS
 from distflow.config.meanings import TURNS as _TURNS
-from distflow.config.meanings import Meaning
+from distflow.config.meanings import TYPES as _TYPES
+from distflow.config.meanings import Meaning, Unneeded
 from distflow.config.meanings import as_filter as _filter
 from distflow.config.meanings import one_of as _one_of
+from distflow.config.meanings import option as _option
 from distflow.config.meanings import positive as _positive
 from distflow.config.meanings import trackers as _trackers
 from distflow.config.meanings import true_as as _if
@@ -30,6 +35,13 @@ _EVALUATION = "val.every (docs/validation.md)"
 _ADAPTERS = "models.policy.lora.rank=16, with models.policy.lora.alpha=32"
 _RANK, _ALPHA = "models.policy.lora.rank", "models.policy.lora.alpha"
 _LOGGERS = ("logger", "report_to")
+_ESTIMATOR_WORDS = ("algorithm", "algo", "adv_estimator", "advantage_estimator", "estimator")
+ESTIMATORS = {
+    **{name: name for name in ("grpo", "rloo", "remax", "opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")},
+    **{"gae": "ppo", "group_norm": "grpo", "dr_grpo": "dr_grpo", "reinforce": "reinforce_plus_plus"},
+    "reinforce_baseline": "reinforce_plus_plus_baseline",
+}
+"""Flows by the names of the advantage estimators of verl, and of OpenRLHF."""
 _STOP = "flow.steps.sample.with.stop_token_ids, as [151643]; shipped steps take the model's end tokens, too"
 _ENGINE = "layout.pools.rollout.engine={0}, or with layout=colocated layout.pools.worker.engine={0}"
 _FOUR_BITS = "models.policy.quantize=nf4, with models.policy.lora, as {rank: 16, alpha: 32}"
@@ -142,8 +154,17 @@ WORDS: Mapping[str, str] = {
     **dict.fromkeys(("fsdp", "fsdp_config"), "layout.pools.trainer.backend=fsdp"),
     **dict.fromkeys(
         ("tensor_parallel_size", "tensor_model_parallel_size", "tp"),
-        "not built for training; SGLang and vLLM take it in layout.pools.NAME.engine_options",
+        "layout.pools.NAME.engine_options={tensor_parallel_size: 2} of vllm, {tensor_parallel: 2} of sglang",
     ),
+    **dict.fromkeys(
+        ("gpu_memory_utilization", "mem_fraction_static"),
+        "layout.pools.NAME.engine_options={gpu_memory_utilization: 0.6} of vllm, {memory_fraction: 0.6} of sglang",
+    ),
+    **dict.fromkeys(
+        ("param_offload", "optimizer_offload", "adam_offload", "offload_policy"),
+        "layout.pools.trainer.backend_options={cpu_offload: true}; with layout=colocated layout.pools.worker.offload",
+    ),
+    "model_dtype": _DTYPE,
     **dict.fromkeys(("critic", "critic_model", "value_model", "gae_lambda", "lam"), _CRITIC),
     **dict.fromkeys(("ref_model", "reference_model"), _KL),
     **dict.fromkeys(("use_kl_in_reward", "kl_in_reward"), _KL_IN_REWARD),
@@ -153,9 +174,7 @@ WORDS: Mapping[str, str] = {
         "batch.mask_truncated=loss",
     ),
     **dict.fromkeys(("overlong_buffer", "overlong_buffer_len", "overlong_penalty_factor"), _DAPO + "token_rewards"),
-    **dict.fromkeys(
-        ("algorithm", "algo", "adv_estimator", "advantage_estimator"), "flow.steps.advantage.with.function"
-    ),
+    **dict.fromkeys(_ESTIMATOR_WORDS, "flow=NAME, as flow=grpo, flow=rloo or flow=ppo (docs/algorithms.md)"),
     **dict.fromkeys(("staleness", "staleness_threshold", "max_off_policy", "off_policy"), "layout.max_staleness"),
 }
 """By the last part of a key, in lower case: a key here, or a sentence."""
@@ -169,17 +188,27 @@ def meant(word: str, value: object = None) -> str:
     if word.lower() in _LOGGERS:
         named = [name for name in _TRACKERS if name in (value if isinstance(value, list | tuple) else [value])]
         text = " and ".join(WORDS[name] for name in named) or text
+    if word.lower() in _ESTIMATOR_WORDS and str(value) in ESTIMATORS:
+        text = f"flow={ESTIMATORS[str(value)]}"
     is_key = " " not in text or text.startswith(("run.", "batch.", "flow", "models.", "layout.", "data."))
     return f"did you mean {text}?" if is_key else text
 
 
+def _masters(value: Any) -> Any:
+    """Translate the type that parameters are held in, which for half precision is that of the computation, too."""
+    if (found := _TYPES(value)) == "float32":
+        raise Unneeded("weights of half precision have float32 masters; what is computed in is fsdp_config.dtype")
+    return found
+
+
+_OFFLOADED = Meaning(
+    "layout.pools.worker.offload",
+    "with layout=split layout.pools.trainer.backend_options.cpu_offload",
+    make=_if(_OFF, True),
+)
 _MEMORY = Meaning(text=_NOTHING + "micro-batches are cut by batch.tokens_per_microbatch, and the result is the same")
+_OF_VLLM = ("max_num_batched_tokens", "enforce_eager", "enable_prefix_caching")
 _ACTOR, _ROLLOUT, _REF = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.ref."
-ESTIMATORS = {
-    **{name: name for name in ("grpo", "rloo", "remax", "opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")},
-    "gae": "ppo",
-}
-"""Flows by the names of verl's advantage estimators."""
 VERL: Mapping[str, Meaning] = {
     "algorithm.adv_estimator": Meaning("flow", "gae: flow=ppo", together=True),
     "algorithm.norm_adv_by_std_in_grpo": Meaning(
@@ -189,10 +218,14 @@ VERL: Mapping[str, Meaning] = {
     "algorithm.kl_ctrl.kl_coef": Meaning(text=_KL_IN_REWARD),
     "algorithm.gamma": Meaning(text="flow.steps.gae.with.gamma, of flow=ppo"),
     "algorithm.lam": Meaning(text="flow.steps.gae.with.lam, of flow=ppo"),
+    **dict.fromkeys(
+        ("algorithm.rollout_correction.rollout_is", "algorithm.rollout_correction.rollout_is_threshold"),
+        Meaning("flow.steps.update.with.tis", "sequence: correction.sequence_tis; null: null", together=True),
+    ),
     "algorithm.filter_groups.enable": Meaning("flow", "true: flow=dapo", together=True),
     "algorithm.filter_groups.metric": Meaning(text="flow=dapo compares the scores, or without them the rewards"),
-    "data.train_files": Meaning("data.source"),
-    "data.val_files": Meaning("val.data.source"),
+    "data.train_files": Meaning("data.source", "several files: data.mix"),
+    "data.val_files": Meaning("val.data.source", "several files: val.data.mix"),
     "data.train_batch_size": Meaning("batch.prompts"),
     "data.val_batch_size": Meaning(text=_NOTHING + "validation fills all slots"),
     "data.max_prompt_length": Meaning("data.max_prompt_tokens"),
@@ -214,7 +247,9 @@ VERL: Mapping[str, Meaning] = {
     "actor_rollout_ref.model.use_remove_padding": Meaning(text=_ALWAYS + " where a backend can"),
     "actor_rollout_ref.model.use_shm": _SPEED,
     "actor_rollout_ref.model.use_liger": _SPEED,
-    "actor_rollout_ref.hybrid_engine": Meaning(text="layout=colocated"),
+    "actor_rollout_ref.hybrid_engine": Meaning(
+        text="layout=colocated; with vllm or tensor_model_parallel_size above 1 there is none: layout=split"
+    ),
     _ACTOR + "optim.lr": Meaning("models.policy.optimizer.lr"),
     _ACTOR + "optim.weight_decay": Meaning("models.policy.optimizer.weight_decay"),
     _ACTOR + "optim.betas": Meaning("models.policy.optimizer.betas"),
@@ -251,7 +286,7 @@ VERL: Mapping[str, Meaning] = {
     _ACTOR + "clip_ratio": _CUT,
     _ACTOR + "clip_ratio_low": _CUT,
     _ACTOR + "clip_ratio_high": _CUT,
-    _ACTOR + "clip_ratio_c": Meaning(text=_NOT_BUILT + ": dual clip"),
+    _ACTOR + "clip_ratio_c": _DUAL_CUT,
     _ACTOR + "loss_agg_mode": Meaning("flow.steps.update.with.aggregate", together=True),
     _ACTOR + "policy_loss.loss_mode": Meaning("flow", "gspo: flow=gspo; cispo: flow=cispo", together=True),
     _ACTOR + "entropy_coeff": Meaning("flow.steps.update.with.entropy_coef"),
@@ -259,24 +294,30 @@ VERL: Mapping[str, Meaning] = {
     _ACTOR + "kl_loss_coef": _DIVERGENCE,
     _ACTOR + "kl_loss_type": Meaning("flow.steps.update.with.kl", "low_var_kl: k3; kl: k1; mse: k2", together=True),
     _ACTOR + "shuffle": Meaning(text=_NOTHING + "mini-batches are whole groups"),
-    _ACTOR + "strategy": Meaning("layout.pools.worker.backend", make=_one_of(fsdp="fsdp", fsdp2="fsdp")),
+    _ACTOR + "strategy": Meaning("layout.pools.worker.backend", together=True),
     _ACTOR + "ulysses_sequence_parallel_size": Meaning(text=_NOT_BUILT),
     _ACTOR + "use_torch_compile": _SPEED,
     _ACTOR + "checkpoint.save_contents": Meaning(text=_NOTHING + "all; run.hf_every writes a Hugging Face folder"),
-    _ACTOR + "fsdp_config.model_dtype": Meaning(text="models.policy.dtype; optimizers have float32 copies"),
+    _ACTOR + "fsdp_config.dtype": Meaning("models.policy.dtype", make=_TYPES),
+    _ACTOR + "fsdp_config.model_dtype": Meaning("models.policy.dtype", "optimizers have float32 copies", make=_masters),
+    _ACTOR + "fsdp_config.param_offload": _OFFLOADED,
+    _ACTOR + "fsdp_config.optimizer_offload": _OFFLOADED,
+    _ACTOR + "fsdp_config.offload_policy": Meaning(
+        "layout.pools.worker.backend_options.cpu_offload", make=_if(_OFF, True)
+    ),
+    _ACTOR + "fsdp_config.reshard_after_forward": Meaning("layout.pools.worker.backend_options.reshard_after_forward"),
     **dict.fromkeys(
         (
-            *(
-                part + name
-                for part in (_ACTOR, _REF)
-                for name in ("fsdp_config.param_offload", "fsdp_config.fsdp_size")
-            ),
-            *(_ACTOR + name for name in ("fsdp_config.optimizer_offload", "fsdp_config.reshard_after_forward")),
-            *(_REF + name for name in ("strategy", "fsdp_config.reshard_after_forward")),
+            *(_REF + name for name in ("strategy", "fsdp_config.param_offload", "fsdp_config.reshard_after_forward")),
+            *(part + "fsdp_config.fsdp_size" for part in (_ACTOR, _REF)),
         ),
         _SHARDED,
     ),
-    _ROLLOUT + "name": Meaning("layout.pools.worker.engine", make=_one_of(vllm="vllm", sglang="sglang", hf="torch")),
+    _ROLLOUT + "name": Meaning(
+        "layout.pools.worker.engine",
+        "vllm where several train: layout=split",
+        make=_one_of(vllm="vllm", sglang="sglang", hf="torch"),
+    ),
     _ROLLOUT + "mode": Meaning(text=_ALWAYS + ": samples are asked for one by one"),
     _ROLLOUT + "n": Meaning("batch.samples_per_prompt"),
     _ROLLOUT + "temperature": Meaning("flow.steps.sample.with.temperature"),
@@ -289,13 +330,22 @@ VERL: Mapping[str, Meaning] = {
     **dict.fromkeys(
         (
             _ROLLOUT + name
-            for name in (
-                *("gpu_memory_utilization", "tensor_model_parallel_size", "max_num_batched_tokens", "max_model_len"),
-                *("enforce_eager", "free_cache_engine", "enable_chunked_prefill", "enable_prefix_caching"),
-                *("load_format", "layered_summon", "dtype", "disable_log_stats"),
-            )
+            for name in (*("enable_chunked_prefill", "load_format", "layered_summon", "disable_log_stats"),)
         ),
-        Meaning(text="of the engine: layout.pools.NAME.engine_options (docs/engines.md)"),
+        _SPEED,
+    ),
+    _ROLLOUT + "tensor_model_parallel_size": _option(
+        vllm="tensor_parallel_size", sglang="tensor_parallel", together=True
+    ),
+    _ROLLOUT + "gpu_memory_utilization": _option(vllm="gpu_memory_utilization", sglang="memory_fraction"),
+    _ROLLOUT + "max_model_len": _option(vllm="max_model_len", sglang="context_length"),
+    _ROLLOUT + "dtype": _option(_TYPES, vllm="dtype", sglang="dtype"),
+    _ROLLOUT + "quantization": _option(vllm="quantization", sglang="quantization"),
+    **{_ROLLOUT + name: _option(vllm=name) for name in _OF_VLLM},
+    _ROLLOUT + "free_cache_engine": Meaning(text=_SLEEPS),
+    **dict.fromkeys(
+        (_ROLLOUT + "nnodes", _ROLLOUT + "n_gpus_per_node"),
+        Meaning("layout.pools.rollout.count", "of layout=split", together=True),
     ),
     _ROLLOUT + "calculate_log_probs": Meaning(text=_ALWAYS),
     _ROLLOUT + "val_kwargs.temperature": Meaning("val.sampling.temperature"),
@@ -328,14 +378,20 @@ VERL: Mapping[str, Meaning] = {
         ("reward_model.reward_manager", "reward.reward_manager.name"),
         Meaning(text="naive and dapo call a function for each sample, as the reward step does"),
     ),
-    "critic.optim.lr": Meaning("models.critic.optimizer.lr"),
+    **{f"critic.optim.{name}": Meaning(f"models.critic.optimizer.{name}") for name in ("lr", "weight_decay", "betas")},
+    **dict.fromkeys(
+        ("critic.fsdp.dtype", "critic.model.fsdp_config.dtype"), Meaning("models.critic.dtype", make=_TYPES)
+    ),
+    "critic.model.enable_gradient_checkpointing": Meaning("models.critic.gradient_checkpointing"),
     "critic.model.path": Meaning("models.critic.path"),
     "trainer.total_training_steps": Meaning("run.training_steps", make=_positive),
     "trainer.total_epochs": Meaning(text="run.training_steps = rows of the data × passes / batch.prompts"),
     "trainer.logger": Meaning("run.trackers", make=_trackers),
     "trainer.project_name": Meaning(text=_NOTHING + "a run has one name, that of the experiment"),
     "trainer.experiment_name": Meaning("run.name"),
-    "trainer.n_gpus_per_node": Meaning("layout.pools.worker.count", "GPUs of all nodes", together=True),
+    "trainer.n_gpus_per_node": Meaning(
+        "layout.pools.worker.count", "GPUs of all nodes; of layout=split divided between two pools", together=True
+    ),
     "trainer.nnodes": Meaning("layout.pools.worker.count", "and `distflow launch RECIPE --hosts FILE`", together=True),
     "trainer.save_freq": Meaning("run.save_every", make=_positive),
     "trainer.test_freq": Meaning("val.every", make=_positive),
@@ -350,3 +406,19 @@ VERL: Mapping[str, Meaning] = {
     "trainer.log_val_generations": Meaning(text=_NOTHING + "samples are in the run's folder: `distflow rollouts`"),
 }
 """Keys of verl's main_ppo, 0.9.1."""
+
+VERL_DEFAULTS: Mapping[str, Any] = {
+    "data.max_response_length": 512,
+    "actor_rollout_ref.model.enable_gradient_checkpointing": True,
+    _ACTOR + "optim.lr": 1e-6,
+    _ACTOR + "optim.weight_decay": 0.01,
+    _ACTOR + "fsdp_config.dtype": "bfloat16",
+    _ROLLOUT + "dtype": "bfloat16",
+    _ROLLOUT + "val_kwargs.temperature": 0,
+    "critic.optim.lr": 1e-5,
+    "critic.optim.weight_decay": 0.01,
+    "critic.fsdp.dtype": "bfloat16",
+    "critic.model.enable_gradient_checkpointing": True,
+}
+"""What verl takes where nothing is said, and that is another value here; `verl_conversion` adds what follows from
+several keys."""

@@ -10,10 +10,9 @@ from typing import Any
 from distflow.config.foreign import Expression, Foreign, shown
 from distflow.config.other_tools import WORDS
 from distflow.config.schema import ATTENTION
-from distflow.config.together import Together, choose, clip, divergence
-from distflow.config.trl_keys import AGGREGATES, DEFAULTS, training_steps
+from distflow.config.together import Default, Together, counts_of, mixture
+from distflow.config.trl_keys import AGGREGATES, training_steps
 
-_LONGEST = "flow.steps.sample.with.max_new_tokens"
 _OPTIMIZER = "models.policy.optimizer"
 _FUNCTIONS = "flow.steps.reward.with.function"
 _TRL_OFF = "TRL does not validate: eval_strategy is no"
@@ -21,8 +20,9 @@ _TRL_OFF = "TRL does not validate: eval_strategy is no"
 
 def of_trl(foreign: Foreign, given: Mapping[str, Any]) -> Together:
     """Find what follows from several arguments. `given`: those whose values are known."""
-    found = Together(layout="split" if given.get("vllm_mode") == "server" else "colocated")
+    found = Together()
     each = _batch(found, given)
+    _workers(found, given)
     _loss(found, given)
     _lengths(found, given, each)
     _betas_and_decay(found, given, each)
@@ -32,12 +32,6 @@ def of_trl(foreign: Foreign, given: Mapping[str, Any]) -> Together:
     _functions(found, foreign, given)
     _data(found, foreign, given, each)
     _adapter(found, foreign)
-    for argument, key, value in DEFAULTS:
-        if given.get(argument) is None:
-            computed = argument in foreign.given and argument not in given
-            found.by_default(
-                key, value, f"TRL's default: the script computes {argument}" if computed else "TRL's default"
-            )
     return found
 
 
@@ -49,18 +43,45 @@ def _batch(found: Together, given: Mapping[str, Any]) -> int:
     processes = found.number(given, "num_processes", 1)
     whole = found.number(given, "generation_batch_size", 0)
     held = found.number(given, "steps_per_generation", (whole // (device * processes) or 1) if whole else accumulation)
+    # Here a training step has an optimizer step at least: where TRL makes one of several generation batches, of all.
+    held = max(held, accumulation)
     samples = found.number(given, "num_generations", 8)
     if "num_generations" in given:
         made["batch.samples_per_prompt"] = samples
-    made["batch.prompts"] = max(1, (whole or device * held * processes) // samples)
-    if "num_processes" in given:
-        made[f"layout.pools.{'trainer' if found.layout == 'split' else 'worker'}.count"] = processes
-    else:
+    prompts = made["batch.prompts"] = int(max(1, max(whole, device * held * processes) // samples))
+    updates = held / accumulation
+    if "num_processes" not in given:
         told = "multiply it by the number of processes of the TRL run"
         found.assumed.append(f"batch.prompts is that of one process: {told}")
-    updates = max(1, held // accumulation)
-    made |= {"batch.minibatches": updates} if updates > 1 else {}
-    return int(updates * found.number(given, "num_iterations", 1))
+    told = f"TRL makes {updates:g} optimizer steps of a generation batch of {prompts} prompts"
+    found.minibatches(prompts, updates, told)
+    return int(max(1, round(updates * found.number(given, "num_iterations", 1))))
+
+
+def _workers(found: Together, given: Mapping[str, Any]) -> None:
+    """Map the processes that train, and the GPUs of vLLM, which are theirs or are others."""
+    option, uses = "vllm_tensor_parallel_size", bool(given.get("use_vllm"))
+    processes, width = found.number(given, "num_processes", 0), found.number(given, option, 1)
+    if not uses:
+        idle = ("vllm_mode", option)
+        found.says |= {key: "nothing is needed: use_vllm is not true" for key in idle if key not in found.lacks}
+        width = 1
+    found.engine = "vllm" if uses else "torch"
+    apart = width if uses and given.get("vllm_mode") == "server" else 0
+    if not processes and not apart and width > 1:
+        found.assumed.append(f"{2 * width} GPUs are assumed: the script does not say how many processes it has")
+    if processes or apart or width > 1:
+        gpus = processes or (1 if apart else 2 * width)
+        division = found.divide(found.engine, width, (1, gpus), apart)
+        found.settled["num_processes"] = counts_of(division)
+        if found.layout == "split" and width > 1 and not apart:
+            # What one GPU cannot generate with, it cannot train.
+            found.made["layout.pools.trainer.backend"] = "fsdp"
+        width = division.width
+    if uses and option not in found.lacks and option in given:
+        own = f"layout.pools.rollout.engine_options.tensor_parallel_size={width}"
+        told, text = (found.settled, own) if width > 1 else (found.says, "nothing is needed: an engine has one GPU")
+        told[option] = text
 
 
 def _lengths(found: Together, given: Mapping[str, Any], each: int) -> None:
@@ -76,7 +97,7 @@ def _lengths(found: Together, given: Mapping[str, Any], each: int) -> None:
         elif "save_steps" in given:
             made["run.save_every"] = steps
         else:
-            found.by_default("run.save_every", steps)
+            found.by_default("run.save_every", steps, Default("save_steps", 500))
     elif "save_steps" in given:
         found.says["save_steps"] = f"TRL does not count: save_strategy is {strategy}"
     warmup = found.number(given, "warmup_steps", 0) or found.number(given, "warmup_ratio", 0)
@@ -112,19 +133,20 @@ def _loss(found: Together, given: Mapping[str, Any]) -> None:
     loss = given.get("loss_type", "dapo")
     if loss not in AGGREGATES:
         found.lacks["loss_type"] = f"{loss} is not built; there are {', '.join(AGGREGATES)}, and losses of your own"
-    else:
+    elif "loss_type" in given:
         found.made["flow.steps.update.with.aggregate"] = AGGREGATES[loss]
-        if "loss_type" not in given:
-            found.notes["flow.steps.update.with.aggregate"] = "TRL's default"
+    else:
+        found.by_default("flow.steps.update.with.aggregate", AGGREGATES[loss], Default("loss_type", loss))
     if loss == "cispo":
-        choose(found, "cispo", "loss_type")
+        found.choose("cispo", "loss_type")
     if given.get("importance_sampling_level") == "sequence":
-        choose(found, "gspo", "importance_sampling_level")
+        found.choose("gspo", "importance_sampling_level")
     _bounds(found, given)
     unbiased = given.get("use_bias_correction_kl", True)
-    divergence(found, found.number(given, "beta", 0.0), "k2" if unbiased else "k3")
+    found.divergence(found.number(given, "beta", 0.0), "k2" if unbiased else "k3")
     if "use_bias_correction_kl" not in given and "flow.steps.update.with.kl" in found.made:
-        found.notes["flow.steps.update.with.kl"] = "TRL's default, use_bias_correction_kl: the same gradient"
+        why = "use_bias_correction_kl has this gradient"
+        found.defaults["flow.steps.update.with.kl"] = Default("use_bias_correction_kl", True, why)
 
 
 def _bounds(found: Together, given: Mapping[str, Any]) -> None:
@@ -145,13 +167,11 @@ def _bounds(found: Together, given: Mapping[str, Any]) -> None:
         found.lacks["delta"] = f"{most} is built only above 1 + epsilon_high, where it bounds negative advantages"
         most = None
     named = bool({"epsilon", "epsilon_high"} & given.keys()) or most is not None
-    if high >= 0:
-        # The bounds of flow=gspo are others.
-        clip(found, low, high, named=named or found.flow == "gspo")
-    if most is not None:
-        found.made["flow.steps.update.with.clip"].append(most)
-    if not named and "flow.steps.update.with.clip" in found.made:
-        found.notes["flow.steps.update.with.clip"] = "TRL's default"
+    # The bounds of flow=gspo are others.
+    if high >= 0 and (named or found.flow == "gspo"):
+        found.made["flow.steps.update.with.clip"] = [low, high] if most is None else [low, high, most]
+        if not named:
+            found.defaults["flow.steps.update.with.clip"] = Default("epsilon", 0.2)
 
 
 def _sampling(found: Together, given: Mapping[str, Any]) -> None:
@@ -195,10 +215,11 @@ def _correction(found: Together, given: Mapping[str, Any]) -> None:
     elif mode == "token_truncate":
         found.lacks[f"{vllm}clip_min"] = f"not built: {update}tis bounds weights of tokens from above alone"
     else:
-        key = f"{update}correction"
-        found.by_default(key, {names[mode]: [least, most]})
+        correction = {names[mode]: [least, most]}
         if named:
-            del found.notes[key]
+            found.made[f"{update}correction"] = correction
+        else:
+            found.by_default(f"{update}correction", correction, Default(f"{vllm}mode", mode))
 
 
 def _model(found: Together, foreign: Foreign, given: Mapping[str, Any]) -> None:
@@ -227,7 +248,7 @@ def _model(found: Together, foreign: Foreign, given: Mapping[str, Any]) -> None:
     elif dtype == "float16":
         found.assumed.append("training in float16 is refused: models.policy.dtype=bfloat16, or float32")
     elif half and given.get("bf16") is None:
-        found.by_default("models.policy.dtype", "bfloat16", "TRL's default: bf16 is true")
+        found.by_default("models.policy.dtype", "bfloat16", Default("bf16", True))
     left = [name for name, value in words.items() if not _loads(found, foreign, name, value)]
     if left:
         told = f"{', '.join(left)}: nothing stands for it in models.policy"
@@ -396,19 +417,18 @@ def _data(found: Together, foreign: Foreign, given: Mapping[str, Any], each: int
         elif "eval_steps" in given:
             found.made["val.every"] = steps
         else:
-            found.by_default("val.every", steps, "TRL's default: logging_steps")
+            found.by_default("val.every", steps, Default("eval_steps", every, "logging_steps"))
     else:
         found.says["eval_steps"] = f"TRL does not count: eval_strategy is {strategy}"
     if "eval_on_start" in given:
         found.made["val.at_start"] = bool(given["eval_on_start"])
     else:
-        found.by_default("val.at_start", False)
+        found.by_default("val.at_start", False, Default("eval_on_start", False))
     if (samples := given.get("num_generations_eval")) is not None:
         found.made["val.samples_per_prompt"] = samples
     else:
-        found.by_default(
-            "val.samples_per_prompt", found.number(given, "num_generations", 8), "TRL's default: num_generations"
-        )
+        samples = found.number(given, "num_generations", 8)
+        found.by_default("val.samples_per_prompt", samples, Default("num_generations_eval", samples, "num_generations"))
 
 
 def _source(found: Together, foreign: Foreign, key: str, section: str) -> bool:
@@ -425,26 +445,44 @@ def _source(found: Together, foreign: Foreign, key: str, section: str) -> bool:
         loaded = foreign.made_by(inner.value)
         if isinstance(loaded, ast.Call) and ast.unparse(loaded.func).endswith("load_dataset"):
             inner, split = loaded, one
-    match inner:
-        case ast.Call(args=[first, *more], keywords=words) if ast.unparse(inner.func).rpartition(".")[
-            2
-        ] == "load_dataset" and isinstance(foreign.value(first), str):
-            name = foreign.value(first)
-            own = {one.arg: foreign.value(one.value) for one in words if one.arg is not None}
-            own |= {"config": foreign.value(more[0])} if more else {}
-            files = own.get("data_files")
-            where = name if name.startswith((".", "/")) else f"hub:{name}"
-            found.made[f"{section}.source"] = files if isinstance(files, str) else where
-            settings = {"config": own.get("config", own.get("name")), "split": split or own.get("split")}
-            for setting, value in settings.items() if not isinstance(files, str) else ():
-                found.made |= {f"{section}.with.{setting}": value} if isinstance(value, str) else {}
-        case _ if isinstance(expression, ast.Name):
-            found.made[f"{section}.source"] = f"./{_beside(found, foreign)}:{expression.id}"
-        case _:
-            name = _fresh(foreign, key)
-            beside = _beside(found, foreign)
-            found.assumed.append(f"in {beside} write {name} = {' '.join(ast.unparse(expression).split())}")
-            found.made[f"{section}.source"] = f"./{beside}:{name}"
+    if isinstance(inner, ast.Call) and _loads_dataset(found, foreign, inner, split, section):
+        return True
+    if isinstance(expression, ast.Name):
+        found.made[f"{section}.source"] = f"./{_beside(found, foreign)}:{expression.id}"
+    else:
+        name = _fresh(foreign, key)
+        beside = _beside(found, foreign)
+        found.assumed.append(f"in {beside} write {name} = {' '.join(ast.unparse(expression).split())}")
+        found.made[f"{section}.source"] = f"./{beside}:{name}"
+    return True
+
+
+_FORMATS = ("json", "csv", "parquet", "arrow", "text", "pandas", "webdataset")
+"""Names by which `load_dataset` reads files."""
+
+
+def _loads_dataset(found: Together, foreign: Foreign, call: ast.Call, split: str | None, section: str) -> bool:
+    """Map a call of `load_dataset`; false where it is none, or what it loads is not known."""
+    first = foreign.value(call.args[0]) if call.args else None
+    if ast.unparse(call.func).rpartition(".")[2] != "load_dataset" or not isinstance(first, str):
+        return False
+    own = {one.arg: foreign.value(one.value) for one in call.keywords if one.arg is not None}
+    own |= {"config": foreign.value(call.args[1])} if len(call.args) > 1 else {}
+    split = split or (own["split"] if isinstance(own.get("split"), str) else None)
+    files = own.get("data_files")
+    files = files.get(split or "train") if isinstance(files, dict) else files
+    if isinstance(files, list) and len(files) > 1:
+        found.made[f"{section}.mix"] = mixture(files)
+        return True
+    one = files[0] if isinstance(files, list) and files else files
+    if isinstance(one, str):
+        found.made[f"{section}.source"] = one
+        return True
+    if first in _FORMATS or one is not None:
+        return False
+    found.made[f"{section}.source"] = first if first.startswith((".", "/")) else f"hub:{first}"
+    for setting, value in {"config": own.get("config", own.get("name")), "split": split}.items():
+        found.made |= {f"{section}.with.{setting}": value} if isinstance(value, str) else {}
     return True
 
 

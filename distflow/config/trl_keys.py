@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from distflow.config.meanings import (
     ALWAYS,
     CUT,
     DIVERGENCE,
+    DUAL_CUT,
     FOLDER,
     LORA,
     NO_DROPOUT,
@@ -17,12 +18,14 @@ from distflow.config.meanings import (
     OFF,
     RESUME,
     SHARDED,
+    SLEEPS,
     SPEED,
     TURNS,
     Meaning,
     Unneeded,
     as_filter,
     one_of,
+    option,
     trackers,
     true_as,
     unbuilt,
@@ -146,7 +149,7 @@ TRL: Mapping[str, Meaning] = {
         "flow.steps.update.with.kl", "true: k2, which has the gradient of the divergence; false: k3", together=True
     ),
     **dict.fromkeys(("epsilon", "epsilon_high"), CUT),
-    "delta": Meaning("flow.steps.update.with.clip", "[below, above, delta]", together=True),
+    "delta": DUAL_CUT,
     "loss_type": Meaning("flow.steps.update.with.aggregate", "cispo: flow=cispo", make=_aggregate, together=True),
     "scale_rewards": Meaning(
         "flow.steps.advantage.with.normalize",
@@ -176,12 +179,15 @@ TRL: Mapping[str, Meaning] = {
     "use_vllm": Meaning(
         "layout.pools.worker.engine", "vllm", make=true_as("the engine is torch unless it is named", "vllm")
     ),
+    "vllm_tensor_parallel_size": option(vllm="tensor_parallel_size", together=True),
+    "vllm_gpu_memory_utilization": option(vllm="gpu_memory_utilization"),
+    "vllm_max_model_length": option(vllm="max_model_len"),
+    "vllm_enable_sleep_mode": Meaning(text=SLEEPS),
     "vllm_mode": Meaning("layout", "colocate: layout=colocated; server: layout=split", together=True),
     **dict.fromkeys(
         (
-            *("vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "vllm_max_model_length", "vllm_model_impl"),
-            *("vllm_enable_sleep_mode", "use_transformers_continuous_batching", "use_transformers_paged"),
-            *("transformers_continuous_batching_config", "cache_implementation", "ds3_gather_for_generation"),
+            *("use_transformers_continuous_batching", "use_transformers_paged", "cache_implementation"),
+            *("transformers_continuous_batching_config", "ds3_gather_for_generation", "vllm_model_impl"),
         ),
         _ENGINE,
     ),
@@ -310,23 +316,16 @@ TRL: Mapping[str, Meaning] = {
 """By name. What other arguments decide together is in `trl_conversion`."""
 
 
-class Default(NamedTuple):
-    """A value that TRL takes where a script says nothing, and that is another one here."""
-
-    argument: str
-    key: str
-    value: Any
-
-
-DEFAULTS = (
-    Default("num_generations", "batch.samples_per_prompt", 8),
-    Default("max_completion_length", "flow.steps.sample.with.max_new_tokens", 512),
-    Default("learning_rate", f"{_OPTIMIZER}.lr", 1e-6),
-    Default("lr_scheduler_type", f"{_OPTIMIZER}.schedule", "linear"),
-    Default("gradient_checkpointing", "models.policy.gradient_checkpointing", True),
-    Default("seed", "run.seed", 42),
-)
-"""Those that are one value each; `trl_conversion` adds those that several arguments decide."""
+TRL_DEFAULTS: Mapping[str, Any] = {
+    "num_generations": 8,
+    "max_completion_length": 512,
+    "learning_rate": 1e-6,
+    "lr_scheduler_type": "linear",
+    "gradient_checkpointing": True,
+    "seed": 42,
+}
+"""What TRL takes where nothing is said, and that is another value here; `trl_conversion` adds what follows from
+several arguments."""
 
 
 def trl_hint(word: str, value: object = None) -> str:
@@ -342,6 +341,8 @@ def trl_hint(word: str, value: object = None) -> str:
         return f"{meaning.to}: {error}" if meaning.to else str(error)
     if not meaning.to:
         return meaning.text
+    if meaning.options and value is not None:
+        return f"did you mean layout.pools.NAME.engine_options={{{meaning.options['vllm']}: {value}}}?"
     given = f"={here}" if here is not None and not isinstance(here, dict) else ""
     told = f" ({meaning.text})" if meaning.text and not given else ""
     return f"did you mean {meaning.to}{given}{told}?"

@@ -105,7 +105,8 @@ class Tallies:
         return self._tallies.setdefault(step, Tally(lambda: self._by_all(step)))
 
     def hear(self, name: str, incarnation: int, facts: Mapping[str, object]) -> None:
-        """Take the facts of another worker, newer ones later; the same ones again are no news."""
+        """Take the facts of another worker, newer ones later; the same ones again are no news. It may be called on
+        another thread than the one that counts: what both know is copied before it is gone through."""
         if self._heard.get(name) is facts:
             return
         self._heard[name] = facts
@@ -118,19 +119,19 @@ class Tallies:
 
     def facts(self) -> dict[str, dict[str, Counts]]:
         """What this worker says."""
-        said = {JUDGED: {step: tally.own for step, tally in self._tallies.items() if tally.own.judged}}
+        said = {JUDGED: {step: tally.own for step, tally in self._tallies.copy().items() if tally.own.judged}}
         if self._owner:
-            steps = {*said[JUDGED], *(step for counts in self._said.values() for step in counts)}
+            steps = {*said[JUDGED], *(step for counts in list(self._said.values()) for step in counts)}
             said[JUDGED_BY_ALL] = {step: self._sum(step) for step in sorted(steps)}
         return {fact: counts for fact, counts in said.items() if counts}
 
     def _by_all(self, step: str) -> Counts:
-        sums = [sums[step] for _, sums in self._sums.values() if step in sums]
+        sums = [sums[step] for _, sums in list(self._sums.values()) if step in sums]
         return max([*sums, self._sum(step)] if self._owner else sums, default=Counts())
 
     def _sum(self, step: str) -> Counts:
         mine = [self._tallies[step].own] if step in self._tallies else []
-        parts = [*mine, *(counts[step] for counts in self._said.values() if step in counts)]
+        parts = [*mine, *(counts[step] for counts in list(self._said.values()) if step in counts)]
         return Counts(sum(part.judged for part in parts), sum(part.failed for part in parts))
 
 

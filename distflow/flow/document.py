@@ -28,6 +28,7 @@ ABOVE = """\
 # Worker {worker}. This part is yours: what it says takes effect for this worker alone.
 # `distflow config explain layout.pools.{pool}.KEY` tells what each of the settings means.
 """
+GPU = "# On GPUs, `device: auto` and `cuda` are GPU {slot}, and the next ones for an engine on several.\n"
 BORDER = """
 # {line}
 # Filled in: leave it as it is. The recipe must be the same for all workers of the run: they compare it when they meet.
@@ -65,6 +66,9 @@ class WorkerDocument(BaseModel):
     """Address of every worker of this host, and of its agent, by name; of those on other hosts where it is known."""
     host: int = Field(default=0, ge=0)
     """Number of the host and of its agent: this worker's agent is agent/<host>."""
+    slot: int | None = Field(default=None, ge=0)
+    """Number of this worker's slot on its host, and of its (first) GPU where `device` is `auto` or `cuda`; None: it
+    takes the next one after those of the workers before it."""
     address: str | None = None
     """This host's address for workers on other hosts; None: all workers of the run are on one host."""
     port: int | None = Field(default=None, ge=1, le=65535)
@@ -98,6 +102,8 @@ class Place:
     sites: Mapping[str, str] = field(default_factory=dict)
     ports: Mapping[str, int] = field(default_factory=dict)
     """TCP ports of the workers whose documents are to name one."""
+    slots: Mapping[str, int] = field(default_factory=dict)
+    """Slots of the workers whose GPUs nobody has counted yet."""
 
 
 def worker_document(
@@ -135,6 +141,7 @@ def worker_document(
         term=term,
         roster=dict(place.roster),
         host=place.host,
+        slot=place.slots.get(str(name)),
         address=place.address,
         port=place.ports.get(str(name)),
         placement=dict(place.placement),
@@ -155,7 +162,8 @@ def document_text(document: Mapping[str, Any]) -> str:
     pool = WorkerName.parse(document["worker"]).pool
     above = yaml_text({key: document[key] for key in EDITED})
     below = yaml_text({key: value for key, value in document.items() if key not in EDITED})
-    return ABOVE.format(worker=document["worker"], pool=pool) + above + BORDER.format(line="-" * 110) + below
+    gpu = "" if document["slot"] is None else GPU.format(slot=document["slot"])
+    return ABOVE.format(worker=document["worker"], pool=pool) + gpu + above + BORDER.format(line="-" * 110) + below
 
 
 def read_worker_document(path: Path) -> WorkerDocument:

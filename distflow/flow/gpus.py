@@ -30,6 +30,21 @@ def gpus_on(worker: WorkerPlan, device: str) -> tuple[int, ...]:
     return tuple(range(int(number), int(number) + width(worker))) if number else ()
 
 
+def device_of_slot(worker: WorkerPlan, slot: int, gpus: int) -> str:
+    """The device of a worker in a slot of a host with `gpus` GPUs: `cuda` and `auto` become the GPU of its slot."""
+    if worker.device == "cuda" or (worker.device == "auto" and gpus):
+        return f"cuda:{slot % gpus}" if gpus else f"cuda:{slot}"
+    return worker.device
+
+
+def shown_gpus(worker: WorkerPlan, first: int) -> str:
+    """Name the GPUs of a worker, for messages; empty if it uses none, or its recipe names them."""
+    if worker.device not in ("auto", "cuda") or not width(worker):
+        return ""
+    last = first + width(worker) - 1
+    return f"GPU {first}" if last == first else f"GPUs {first}-{last}"
+
+
 def takes_free_gpu(worker: WorkerPlan, gpus: int) -> bool:
     """Whether a worker that joins a run gets a free GPU of a host with so many: it names none, and has a model."""
     return worker.device in ("auto", "cuda") and bool(gpus) and bool(width(worker))
@@ -73,13 +88,18 @@ def first_gpu(workers: Sequence[WorkerPlan], worker: WorkerPlan, gpus: int) -> i
 
     Workers that name a device (cpu, cuda:N) are skipped. Raises UserError if the worker needs more GPUs than there are.
     """
+    check_width(worker, gpus)
+    known = any(one.name == worker.name for one in workers)
+    return first_gpus(workers if known else [*workers, worker], gpus)[str(worker.name)]
+
+
+def check_width(worker: WorkerPlan, gpus: int) -> None:
+    """Raise UserError if a worker needs more GPUs than its host has."""
     if width(worker) > gpus:
         raise UserError(
             f"{worker.name} shards its model over {width(worker)} GPUs (layout.pools.{worker.name.pool}."
             f"engine_options), but there are {gpus} — use fewer, or a host with more"
         )
-    known = any(one.name == worker.name for one in workers)
-    return first_gpus(workers if known else [*workers, worker], gpus)[str(worker.name)]
 
 
 def first_gpus(workers: Sequence[WorkerPlan], gpus: int) -> dict[str, int]:

@@ -10,7 +10,7 @@ import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -18,13 +18,10 @@ from typing import Any, TypeVar, cast
 
 from distflow.errors import PluginError, UserError, did_you_mean, nearest
 from distflow.flow.file_import import import_file
+from distflow.flow.statements import Definition, imported_statements, is_main_guard, names_given
 from distflow.flow.step import ATTRIBUTE, StepSpec
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
-
-
-Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-Statement = ast.Assign | ast.AnnAssign | ast.ImportFrom | ast.Import
 
 
 def resolve(call: str) -> Any:
@@ -91,7 +88,10 @@ class Value:
     call: str
     file: Path
     text: str
-    node: Statement
+    node: ast.stmt
+    """The last statement that gives the name; the import of `*` that may bring it."""
+    certain: bool
+    """An import of the file always runs it, and it runs once."""
     definitions: Mapping[str, Definition]
     """The functions and classes of the file."""
 
@@ -102,8 +102,12 @@ class Value:
 
     @property
     def made_by(self) -> ast.expr | None:
-        """The expression that makes it; None for what is imported."""
-        return None if isinstance(self.node, ast.ImportFrom | ast.Import) else self.node.value
+        """The expression that makes it; None for what is imported, is a part of what is made, or depends."""
+        if not (self.certain and isinstance(self.node, ast.Assign | ast.AnnAssign)):
+            return None
+        targets = self.node.targets if isinstance(self.node, ast.Assign) else [self.node.target]
+        name = split_call(self.call)[1]
+        return self.node.value if name in [one.id for one in targets if isinstance(one, ast.Name)] else None
 
 
 def split_call(call: str) -> tuple[str, str]:
@@ -135,35 +139,78 @@ def find_named(call: str) -> Source | Value:
         close = nearest(file.name, beside)
         guess = f"; did you mean {file.parent / close}?" if close is not None else ""
         raise PluginError(f"{call}: there is no file {file}{guess}")
+    there = _names_of(file)
+    if name in there.definitions:
+        return Source(call, file, there.text, there.definitions[name], there.module)
+    node = there.values.get(name) or next((one for one in there.stars if _may_bring(one, name, file)), None)
+    if node is not None:
+        return Value(call, file, there.text, node, node in there.module.body, there.definitions)
+    if name in there.guarded:
+        raise PluginError(
+            f'{call}: {file} defines {name!r} behind `if __name__ == "__main__":` alone, which nobody runs who imports '
+            "it, as workers do — move it out of there, to the top level"
+        )
+    known = did_you_mean(name, {*there.definitions, *there.assigned})
+    raise PluginError(f"{call}: {file} defines no {name!r} at its top level; {known}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """The names that a file gives at its top level."""
+
+    text: str
+    module: ast.Module
+    definitions: Mapping[str, Definition]
+    values: Mapping[str, ast.stmt]
+    """What gives each other name last."""
+    stars: Sequence[ast.ImportFrom]
+    guarded: Collection[str]
+    """Names that are given behind `if __name__ == "__main__":`."""
+
+    @property
+    def assigned(self) -> list[str]:
+        """Names that are given by other statements than an import."""
+        return [name for name, node in self.values.items() if not isinstance(node, ast.Import | ast.ImportFrom)]
+
+
+def _names_of(file: Path) -> _Names:
     stat = file.stat()
-    text, module, definitions, values = _definitions(file, stat.st_mtime_ns, stat.st_size)
-    if name in definitions:
-        return Source(call, file, text, definitions[name], module)
-    if name in values:
-        return Value(call, file, text, values[name], definitions)
-    raise PluginError(f"{call}: {file} defines no {name!r} at its top level; {did_you_mean(name, definitions)}")
+    return _names_at(file, stat.st_mtime_ns, stat.st_size)
 
 
 @functools.lru_cache(maxsize=64)
-def _definitions(
-    file: Path, changed_ns: int, size: int
-) -> tuple[str, ast.Module, dict[str, Definition], dict[str, Statement]]:
-    """Text, tree, top-level definitions and other names of a file; its time and size are part of the cache's key."""
+def _names_at(file: Path, changed_ns: int, size: int) -> _Names:
+    """Read the names of a file; its time and size are part of the cache's key."""
     text = file.read_text(encoding="utf-8")
     try:
         tree = ast.parse(text, filename=str(file))
     except SyntaxError as error:
         raise PluginError(f"{file}:{error.lineno}: {error.msg}") from error
-    values = {name: node for node in tree.body if isinstance(node, Statement) for name in _names(node)}
-    return text, tree, {node.name: node for node in tree.body if isinstance(node, Definition)}, values
+    nodes = list(imported_statements(tree.body))
+    stars = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.names[0].name == "*"]
+    others = [node for node in nodes if not isinstance(node, Definition) and node not in stars]
+    return _Names(
+        text,
+        tree,
+        {node.name: node for node in nodes if isinstance(node, Definition)},
+        {name: node for node in others for name in names_given(node, whole=False)},
+        stars,
+        {name for node in tree.body if is_main_guard(node) for name in names_given(node)},
+    )
 
 
-def _names(node: Statement) -> list[str]:
-    """List the names that a statement gives."""
-    if isinstance(node, ast.ImportFrom | ast.Import):
-        return [alias.asname or alias.name.partition(".")[0] for alias in node.names]
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-    return [target.id for target in targets if isinstance(target, ast.Name)]
+def _may_bring(star: ast.ImportFrom, name: str, file: Path) -> bool:
+    """Tell whether `from … import *` gives a name: also where its module cannot be found without running code."""
+    if not star.level and star.module in sys.modules:
+        return hasattr(sys.modules[star.module], name)
+    folder, module = file.parents[max(0, star.level - 1)], star.module or ""
+    beside = folder.joinpath(*module.split(".")).with_suffix(".py")
+    try:
+        there = _names_of(beside if beside.is_file() else _module_file(module, module))
+    except (PluginError, OSError):
+        return True
+    lazy = "__getattr__" in there.definitions or "__all__" in there.values
+    return lazy or bool(there.stars) or name in there.definitions or name in there.values
 
 
 def _module_file(module: str, call: str) -> Path:

@@ -14,7 +14,7 @@ from distflow.flow.left_out import refuse_unread, without_unread
 from distflow.flow.model_roles import Models, settle_models
 from distflow.flow.per_worker_steps import PrivateSteps, read_private_steps
 from distflow.flow.plan import PoolPlan
-from distflow.flow.resolve import Definition, find_source
+from distflow.flow.resolve import find_source
 from distflow.flow.sharding import check_zero
 from distflow.flow.sites import (
     find_home,
@@ -25,6 +25,7 @@ from distflow.flow.sites import (
     steps_before_custody,
     validating_pool,
 )
+from distflow.flow.statements import Definition
 from distflow.flow.step import StepSpec
 from distflow.types import REWARD_PARTS
 

@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from inspect import iscoroutinefunction
 from pathlib import Path
 from typing import cast
 
@@ -21,7 +20,7 @@ from distflow.config.schema import ModelConfig, Recipe
 from distflow.errors import PluginError, UserError
 from distflow.flow.adapters import shares_base
 from distflow.flow.document import WorkerDocument
-from distflow.flow.gpus import first_gpu, width
+from distflow.flow.gpus import check_width, device_of_slot, first_gpu, width
 from distflow.flow.lineage import ARITHMETIC, arithmetic, departures, lineage
 from distflow.flow.plan import Plan, StepPlan, WorkerPlan, leaders_of
 from distflow.flow.planner import make_plan
@@ -149,7 +148,7 @@ class Setting:
         """The device of this worker. Raises UserError for a GPU that does not exist."""
         document = self.document
         here = [one for one in self.plan.workers if document.placement.get(str(one.name), 0) == document.host]
-        return device_of(here, self.me)
+        return device_of(here, self.me, document.slot)
 
     def is_close(self, name: str) -> bool:
         """Whether a peer is to hear of this worker with every heartbeat: one of the two answers calls of the other."""
@@ -157,9 +156,9 @@ class Setting:
         return any(port.peer == WorkerName.parse(name).pool for port in calls)
 
 
-def device_of(workers: Sequence[WorkerPlan], worker: WorkerPlan) -> str:
-    """Return the device of one of the workers of this host: for `auto` and `cuda` the next GPU after those of the ones
-    before it.
+def device_of(workers: Sequence[WorkerPlan], worker: WorkerPlan, slot: int | None = None) -> str:
+    """Return the device of one of the workers of this host: for `auto` and `cuda` the GPU of its slot, or, without one,
+    the next after those of the workers before it.
 
     Without a GPU, `auto` is the CPU. Raises UserError for a GPU that does not exist.
     """
@@ -174,7 +173,10 @@ def device_of(workers: Sequence[WorkerPlan], worker: WorkerPlan) -> str:
                 "(with the installed PyTorch) — use auto or cpu, or a machine with that GPU"
             )
         return "cpu" if wanted == "auto" else wanted
-    return f"cuda:{first_gpu(workers, worker, count)}"
+    if slot is None:
+        return f"cuda:{first_gpu(workers, worker, count)}"
+    check_width(worker, count)
+    return device_of_slot(worker, slot, count)
 
 
 def read_setting(document: WorkerDocument, path: Path) -> Setting:
@@ -386,12 +388,11 @@ def start_episodes(
     worker begin anew, and says why."""
     me = setting.me
     assert setting.path is not None, "a worker whose episodes have a process has been read from a file"
-    steps = [step for step in me.steps if step.role == "generate"]
-    blocking = {step.name: not iscoroutinefunction(resolve(step.call)) for step in steps}
+    first = next(step.name for step in me.steps if step.role == "generate")
     title = f"distflow {setting.run_dir.name} {me.name} episodes"
     output = setting.run_dir / "logs" / f"{me.name.file_stem}.episodes.log"
     start = partial(KeptProcess, EPISODES, [str(setting.path)], title, output)
-    return EpisodeProcess(start, blocking, partial(now, steps[0].name), metrics, crowded)
+    return EpisodeProcess(start, partial(now, first), metrics, crowded)
 
 
 def build_trajectories(

@@ -19,7 +19,7 @@ import os
 import select
 import threading
 from asyncio import CancelledError
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from itertools import count
 from numbers import Integral
 from queue import SimpleQueue
@@ -252,10 +252,12 @@ def decoded(text: bytes) -> str:
 class RemoteAttempt:
     """An attempt that runs in the process of the worker's episodes."""
 
-    def __init__(self, process: EpisodeProcess, step: str, episode: Episode, hear: Hear, first: BeginAttempt) -> None:
+    def __init__(
+        self, process: EpisodeProcess, episode: Episode, hear: Hear, first: BeginAttempt, *, blocking: bool
+    ) -> None:
         self.episode = episode
         self.key: SampleKey = (episode.uid.position, episode.sample)
-        self.blocking = process.blocking[step]
+        self.blocking = blocking
         self.number = first.number
         self.calls = first.first
         self.place = ""
@@ -298,19 +300,17 @@ class RemoteAttempt:
 class EpisodeProcess:
     """The worker's end of the process of its episodes, which has what `EpisodeLoop` has.
 
-    `start` starts the process; `now` returns the training step and the version; `blocking` says of each step whether it
-    is a plain function; `metrics` gets what steps measure, `crowded` why the worker is to begin anew.
+    `start` starts the process; `now` returns the training step and the version; `metrics` gets what steps measure,
+    `crowded` why the worker is to begin anew.
     """
 
     def __init__(
         self,
         start: Callable[[], KeptProcess],
-        blocking: Mapping[str, bool],
         now: Callable[[], tuple[int, int]],
         metrics: MetricStore,
         crowded: Callable[[str], None],
     ) -> None:
-        self.blocking = blocking
         self._start = start
         self._now = now
         self._metrics = metrics
@@ -324,10 +324,13 @@ class EpisodeProcess:
         """Of the next post."""
         self._life = self._begin_life()
 
-    def attempt(self, step: str, episode: Episode, hear: Hear, *, number: int, first: int) -> RemoteAttempt:
-        """Make an attempt of a step."""
+    def attempt(
+        self, step: str, episode: Episode, hear: Hear, *, blocking: bool, number: int, first: int
+    ) -> RemoteAttempt:
+        """Make an attempt of a step; `blocking`: it is a plain function."""
         about = (episode.uid, episode.sample, episode.prompt_ids, encoded(episode.prompt), json.dumps(episode.task))
-        return RemoteAttempt(self, step, episode, hear, BeginAttempt(next(self._numbers), step, *about, number, first))
+        begin = BeginAttempt(next(self._numbers), step, *about, number, first)
+        return RemoteAttempt(self, episode, hear, begin, blocking=blocking)
 
     # -- as of a loop
 

@@ -41,6 +41,7 @@ from distflow.runtime.episode_loop import SETTLE_S, EpisodeLoop
 from distflow.runtime.episode_process import (
     CHUNK,
     FROM_WORKER,
+    LOOK_EVERY_S,
     STUCK_S,
     AttemptEnded,
     AttemptTold,
@@ -66,9 +67,6 @@ from distflow.runtime.sample_errors import EpisodeFailed
 from distflow.runtime.steps import EpisodeContext, StepRunner
 from distflow.types import Completion, Episode
 
-LOOK_EVERY_S = 0.25
-"""So often it tells what its episodes wait for."""
-
 
 def run_episodes(document: str, reports: str) -> int:
     """Run the episodes of the worker that `document` describes, in a process of their own; returns its exit code.
@@ -93,7 +91,8 @@ def serve_episodes(reports: int, make: Callable[[WorkerPipe], EpisodeServer]) ->
         server = make(pipe)
     except Exception as error:
         # The top of a process: the worker, which has done all of this before, says it in the place of this one.
-        pipe.tell(ProcessUnfit(f"the process of the episodes could not begin: {type(error).__name__}: {error}"))
+        why = _whole(f"{type(error).__name__}: {error}")
+        pipe.tell(ProcessUnfit(f"the process of the episodes could not begin: {why}"))
         raise
     server.serve()
     return 0
@@ -109,13 +108,15 @@ def _episode_server(path: Path, pipe: WorkerPipe) -> EpisodeServer:
     loop = EpisodeLoop(SETTLE_S, lambda why: pipe.tell(ThreadsCrowded(why)))
     made = [step for step in setting.me.steps if step.role == "generate"]
     steps = StepRunner(found.worker, made, contexts, loop=loop)
-    of_validation = None if setting.plan.val is None else setting.plan.val.settings
+    plan = setting.plan
+    of_validation = {} if plan.val is None else {plan.generate_step.name: plan.val.settings}
 
     def now(training_step: int, policy_version: int) -> None:
         for context in contexts.values():
             context.training_step, context.policy_version = training_step, policy_version
 
-    return EpisodeServer(pipe, {step.name: steps.generate_step(step.name, of_validation) for step in made}, loop, now)
+    served = {step.name: steps.generate_step(step.name, of_validation.get(step.name)) for step in made}
+    return EpisodeServer(pipe, served, loop, now)
 
 
 class HostedStep(Protocol):
@@ -267,7 +268,7 @@ class EpisodeServer:
         if isinstance(event, Returned):
             try:
                 fields = {name: float(value) for name, value in step.returned(event.value).items()}
-            except EpisodeFailed as failed:
+            except Exception as failed:  # of a value of a class of the user's, too
                 error = failed
         fault = None if error is None else _fault(error, step, attempt.episode)
         self._pipe.tell(AttemptEnded(number, attempt.calls, fields, fault))

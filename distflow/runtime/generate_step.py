@@ -151,9 +151,10 @@ class GenerateStep:
 
     def attempt(self, episode: Episode, hear: Hear, *, number: int = 1, first: int = 0) -> Attempt:
         """Make an attempt at a sample, which is to be begun. `hear` gets what it does, by any thread."""
-        if isinstance(self.loop, EpisodeProcess):
-            return self.loop.attempt(self.plan.name, episode, hear, number=number, first=first)
         begin, blocking = partial(self.begin, episode), self.blocking
+        if isinstance(self.loop, EpisodeProcess):
+            name = self.plan.name
+            return self.loop.attempt(name, episode, hear, blocking=blocking, number=number, first=first)
         return LocalAttempt(episode, begin, blocking=blocking, loop=self.loop, hear=hear, number=number, first=first)
 
     def blocks(self, place: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import linecache
+import os
 import platform
 import signal
 import sys
@@ -90,10 +91,19 @@ def run_by_hand(document: Path, incarnation: int) -> int:
     found = read_worker_document(document)
     # As by default, but after cleaning up.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    sys.unraisablehook = _exit_again
     try:
         return run_worker(document, incarnation)
     finally:
         leave_socket_dir(Path(found.run_dir), found.host)
+
+
+def _exit_again(lost: sys.UnraisableHookArgs) -> None:
+    """Send the signal again whose exit was lost, as what is raised while Python collects garbage is."""
+    if issubclass(lost.exc_type, SystemExit):
+        os.kill(os.getpid(), signal.SIGTERM)
+    else:
+        sys.__unraisablehook__(lost)
 
 
 def _compile(setting: Setting, document: Path) -> Callable[[Worker], None]:

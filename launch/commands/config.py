@@ -14,6 +14,8 @@ import click
 from distflow.errors import RecipeError, UserError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from distflow.flow.plan import Plan
     from distflow.launch.deploy.placement import WorkerPlacement
 
@@ -102,7 +104,7 @@ def validate(recipe: str, overrides: tuple[str, ...], deep: bool, elsewhere: boo
         problems += [
             replace(one, hint=f"{one.hint}; for other machines there are --elsewhere and --hosts FILE") for one in here
         ]
-    placement = None if hosts is None else _placed(plan, hosts)
+    placement = None if hosts is None else _placed(plan, hosts, loaded.origin)
     if deep:
         problems += check_imports(plan, loaded.origin)
     if problems:
@@ -111,8 +113,9 @@ def validate(recipe: str, overrides: tuple[str, ...], deep: bool, elsewhere: boo
         first = _first_prompt(plan, loaded.origin("data.source"))
     imported = ", all plug-ins imported" if deep else ""
     click.echo(
-        f"ok: {plan.run_name}, {len(plan.steps)} steps on {len(plan.workers)} worker(s), "
-        f"{plan.batch.samples} samples a training step{imported}"
+        f"ok: {plan.run_name}, {_counted(plan.recipe.run.training_steps, 'training step')} of "
+        f"{_counted(plan.batch.samples, 'sample')} each, on {_counted(len(plan.workers), 'worker')}, "
+        f"by a flow of {_counted(len(plan.steps), 'function')}{imported}"
     )
     if first:
         click.echo(first)
@@ -124,12 +127,16 @@ def validate(recipe: str, overrides: tuple[str, ...], deep: bool, elsewhere: boo
     return 0
 
 
-def _placed(plan: Plan, file: Path) -> WorkerPlacement:
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _placed(plan: Plan, file: Path, origin: Callable[[str], str]) -> WorkerPlacement:
     """Place the workers on the hosts of this file; raises HostsError where they find no places."""
     from distflow.launch.deploy.hostfile import read_hosts
     from distflow.launch.deploy.placement import place_workers
 
-    return place_workers(plan, read_hosts(file, None, None))
+    return place_workers(plan, read_hosts(file, None, None), origin)
 
 
 @click.command("test-plugin")
@@ -221,9 +228,10 @@ def convert(file: Path) -> int:
 
     Comments say what became of each key: what it is here, or why it does not map.
     """
-    from distflow.config import conversion
+    from distflow.config.conversion import convert as converted
+    from distflow.config.conversion import written
     from distflow.config.foreign import read_foreign
 
     foreign = read_foreign(file.expanduser())
-    click.echo(conversion.written(foreign, conversion.convert(foreign)), nl=False)
+    click.echo(written(foreign, converted(foreign)), nl=False)
     return 0

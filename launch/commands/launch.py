@@ -16,6 +16,7 @@ import click
 from distflow.launch.deploy.launch_request import Options
 
 if TYPE_CHECKING:
+    from distflow.config.load import LoadedRecipe
     from distflow.flow.plan import Plan
     from distflow.launch.deploy.hostfile import Host
     from distflow.runtime.checkpoint.commit import Commit
@@ -87,7 +88,7 @@ def launch_once(options: Options) -> int:
     loaded, plan = recipe_of(options, need_files=hosts is None)
     if options.dry_run:
         check_name(options.name or plan.run_name)
-        return _show_plan(plan, hosts)
+        return _show_plan(loaded, plan, hosts)
     if hosts is not None:
         from distflow.launch.deploy.launcher import launch_by_ssh
 
@@ -103,7 +104,7 @@ def _hosts(options: Options) -> tuple[Host, ...] | None:
     return None if options.hosts is None else read_hosts(options.hosts, options.include, options.exclude)
 
 
-def _show_plan(plan: Plan, hosts: tuple[Host, ...] | None) -> int:
+def _show_plan(loaded: LoadedRecipe, plan: Plan, hosts: tuple[Host, ...] | None) -> int:
     from distflow.flow.plan_text import render_page
     from distflow.launch.deploy.host_checks import capacity
 
@@ -114,7 +115,7 @@ def _show_plan(plan: Plan, hosts: tuple[Host, ...] | None) -> int:
         return 0
     from distflow.launch.deploy.placement import place_workers, placement_lines
 
-    placement = place_workers(plan, hosts)
+    placement = place_workers(plan, hosts, loaded.origin)
     click.echo(render_page(plan, replace(seen, host=None), placement.where))
     click.echo("\n".join(["", "hosts", *(f"  {line}" for line in placement_lines(plan, placement))]))
     return 0

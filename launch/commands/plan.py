@@ -93,7 +93,7 @@ def _show_plan(
     from distflow.flow.recipe_check import plan_recipe
 
     loaded, plan = plan_recipe(recipe, overrides, need_files=False)
-    placement = _placement(plan, hosts) if hosts else None
+    placement = _placement(loaded, plan, hosts) if hosts else None
     for line in _written(loaded, plan, write, svg, placement):
         click.echo(line)
     if worker is not None:
@@ -148,11 +148,11 @@ def _optimize(
 
     def load_for(split: PoolSplit, stale: int | None) -> Load:
         bound = () if stale is None else (f"layout.max_staleness={stale}",)
-        _, other = plan_recipe(recipe, (*overrides, *rule.words(split), *bound), need_files=False)
+        loaded, other = plan_recipe(recipe, (*overrides, *rule.words(split), *bound), need_files=False)
         # The present layout is what others are compared with, on whatever hosts it is.
         if hosts and split != rule.present:
             try:
-                _placement(other, hosts)
+                _placement(loaded, other, hosts)
             except HostsError as error:
                 raise RecipeError(error.problems) from error
         return _on_hosts(load_of(other, prompt_tokens=inputs.prompt_tokens), hosts)
@@ -162,8 +162,8 @@ def _optimize(
 
     def fits(words: Sequence[str], include: str) -> bool:
         try:
-            _, other = plan_recipe(recipe, (*overrides, *words), need_files=False)
-            _placement(other, select(hosts, include, None))
+            loaded, other = plan_recipe(recipe, (*overrides, *words), need_files=False)
+            _placement(loaded, other, select(hosts, include, None))
         except (RecipeError, HostsError):
             return False
         return True
@@ -287,10 +287,10 @@ def _written(
     return lines
 
 
-def _placement(plan: Plan, hosts: Sequence[Host]) -> WorkerPlacement:
+def _placement(loaded: LoadedRecipe, plan: Plan, hosts: Sequence[Host]) -> WorkerPlacement:
     from distflow.launch.deploy.placement import place_workers
 
-    return place_workers(plan, hosts)
+    return place_workers(plan, hosts, loaded.origin)
 
 
 def _host_lines(plan: Plan, placement: WorkerPlacement | None) -> list[str]:
@@ -319,24 +319,49 @@ def _write(folder: Path, loaded: LoadedRecipe, plan: Plan, placement: WorkerPlac
     """Write one YAML and one script per worker, with hosts also keys and plug-in files; returns the lines to show."""
     from distflow.comm.addresses import worker_address
     from distflow.flow.document import Place
+    from distflow.flow.gpus import shown_gpus
+    from distflow.types import WorkerName
 
     folder.mkdir(parents=True, exist_ok=True)
     names = [str(worker.name) for worker in plan.workers]
     if placement is None:
         alone = Place(folder, {name: worker_address(folder, name) for name in names})
         files = [_write_worker(folder, loaded, plan, name, alone) for name in names]
-        return [f"{folder / file}    run it with: distflow worker {folder / file}" for file in files]
-    places = _places(folder, placement)
+        takes = _gpus_here(plan)
+        return [
+            f"{folder / file}    run it with: distflow worker {folder / file}{takes[name]}"
+            for name, file in zip(names, files, strict=True)
+        ]
+    places = _places(folder, plan, placement)
     copies = _write_plugins(folder, loaded)
     lines = []
     for number, place in places.items():
         host = placement.hosts[number]
         moved = {file: place.run_dir / copy for file, copy in copies.items()}
-        files = [_write_worker(folder, loaded, plan, name, place, moved) for name in placement.on(number)]
+        written = {name: _write_worker(folder, loaded, plan, name, place, moved) for name in placement.on(number)}
         command = "distflow worker" if host.python is None else f"{host.python} -m distflow.launch worker"
         lines.append(f"on {host.name}, once it has {place.run_dir} (rsync -a {folder}/ {host.login}:{place.run_dir}/):")
-        lines += [f"    {command} {place.run_dir / file}" for file in files]
+        takes = {
+            name: _as_comment(shown_gpus(plan.worker(WorkerName.parse(name)), slot))
+            for name, slot in place.slots.items()
+        }
+        lines += [f"    {command} {place.run_dir / file}{takes.get(name, '')}" for name, file in written.items()]
     return lines
+
+
+def _gpus_here(plan: Plan) -> dict[str, str]:
+    """Say for each worker of a run on this machine which GPUs it takes by itself; nothing where there are none."""
+    from distflow.flow.gpus import first_gpus, shown_gpus
+    from distflow.launch.agent.host_facts import gpus
+
+    count = len(gpus())
+    firsts = first_gpus(plan.workers, count)
+    return {str(w.name): _as_comment(shown_gpus(w, firsts[str(w.name)])) if count else "" for w in plan.workers}
+
+
+def _as_comment(text: str) -> str:
+    """Return text as it may stand behind a command for a shell."""
+    return f"  # {text}" if text else ""
 
 
 def _write_worker(
@@ -356,11 +381,12 @@ def _write_worker(
     return file
 
 
-def _places(folder: Path, placement: WorkerPlacement) -> dict[int, Place]:
+def _places(folder: Path, plan: Plan, placement: WorkerPlacement) -> dict[int, Place]:
     """Say for each host with workers where they listen, and where those of the others do; makes the keys for it."""
     from distflow.comm.addresses import port_beforehand, worker_address
     from distflow.comm.keys import key_file, listening_on, own_keys, public_hex
     from distflow.flow.document import Place
+    from distflow.flow.gpus import width
     from distflow.launch.deploy.hostfile import addresses_of
     from distflow.types import WorkerName
 
@@ -380,7 +406,8 @@ def _places(folder: Path, placement: WorkerPlacement) -> dict[int, Place]:
         near = {name: worker_address(run_dir, name, here) for name in placement.on(here)}
         elsewhere = {name: number for name, number in where.hosts.items() if number}
         sites = {str(number): site for number, site in where.sites.items()}
-        places[here] = Place(run_dir, afar | near, here, addresses[here], elsewhere, sites, ports)
+        slots = {name: placement.places[name].slot for name in near if width(plan.worker(WorkerName.parse(name)))}
+        places[here] = Place(run_dir, afar | near, here, addresses[here], elsewhere, sites, ports, slots)
     return places
 
 

@@ -31,12 +31,12 @@ from distflow.config.load import LoadedRecipe
 from distflow.config.yamlfile import yaml_text
 from distflow.errors import UserError
 from distflow.flow.document import Place, document_text, worker_document
-from distflow.flow.gpus import first_gpus, gpus_on
+from distflow.flow.gpus import device_of_slot, first_gpus, gpus_on
 from distflow.flow.plan import Plan, WorkerPlan
 from distflow.launch.agent.host_facts import code_files
 from distflow.launch.agent.start import agent_command, start_agent
 from distflow.launch.deploy.hostfile import Host
-from distflow.launch.deploy.placement import WorkerPlacement, device_of
+from distflow.launch.deploy.placement import WorkerPlacement
 from distflow.launch.run.folder import SUBFOLDERS, plugin_files, rewritten, shipped_files, shipped_names
 from distflow.launch.run.record import FILE_NAME, RunRecord, WorkerEntry
 from distflow.runtime.checkpoint.commit import step_of, term_file, term_text
@@ -156,7 +156,7 @@ class RunContents:
         """The device of a worker: on this machine alone it finds the GPU itself, by the same rule."""
         if self.placement is not None:
             place = self.placement.places[str(worker.name)]
-            return device_of(worker, place, self.checked[place.host].gpus if self.checked else 0)
+            return device_of_slot(worker, place.slot, self.checked[place.host].gpus if self.checked else 0)
         if worker.device not in ("auto", "cuda") or not self.gpus:
             return worker.device
         return f"cuda:{first_gpus(self.plan.workers, self.gpus)[str(worker.name)]}"

@@ -73,7 +73,8 @@ def launch_in_job(options: Options) -> int:
             codes.append(follow(node, os.environ, limit_s))
         else:
             with gathered(node, os.environ, len(plan.workers), limit_s) as (hosts, ways):
-                codes.append(launch_on(options, loaded, plan, place_workers(plan, hosts), ways))
+                placement = place_workers(plan, hosts, loaded.origin)
+                codes.append(launch_on(options, loaded, plan, placement, ways))
                 ways.await_own_agent()
     return codes[0]
 

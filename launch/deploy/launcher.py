@@ -164,11 +164,11 @@ def check_here(options: Options, loaded: LoadedRecipe, plan: Plan) -> None:
 def launch_by_ssh(options: Options, loaded: LoadedRecipe, plan: Plan, hosts: tuple[Host, ...]) -> int:
     """Start a run on the hosts of a file and watch it; returns the exit code."""
     transport = Transport(options.ssh_config, tuple(shlex.split(options.ssh_options)))
-    placement = place_workers(plan, hosts)
+    placement = place_workers(plan, hosts, loaded.origin)
     ways = SshWays(dict(enumerate(hosts)), transport)
     if ways.here:
         # Host 0 collects what the others wrote when the run is over; the user looks for it here.
-        check_numbers(plan, hosts[ways.here].name)
+        check_numbers(plan, hosts[ways.here].name, loaded.origin)
         placement = begin_with(placement, ways.here)
         ways = SshWays(dict(enumerate(placement.hosts)), transport)
     return launch_on(options, loaded, plan, placement, ways)

@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from distflow.cluster.gossip import least_silence_s
 from distflow.config.paths import looks_like_path
 from distflow.config.schema import ModelConfig, Recipe
-from distflow.errors import Problem, UserError, did_you_mean
+from distflow.errors import Problem, Problems, UserError, did_you_mean
 from distflow.flow.estimate import PROCESS, divides_gradients, estimate, state_bytes
 from distflow.flow.gpus import width
 from distflow.flow.lanes import Whereabouts
@@ -56,8 +56,12 @@ class WorkerPlacement:
         return Whereabouts({name: place.host for name, place in self.places.items()}, sites)
 
 
-def place_workers(plan: Plan, hosts: Sequence[Host]) -> WorkerPlacement:
+def place_workers(
+    plan: Plan, hosts: Sequence[Host], origin: Callable[[str], str] = lambda key: "recipe"
+) -> WorkerPlacement:
     """Spread each pool round-robin over its allowed hosts; raises HostsError if slots or hosts are lacking.
+
+    `origin`: where a key of the recipe comes from, for what is said of it.
 
     Workers among which the backend divides their models go to one host, if one has slots for all: the network carries
     each layer otherwise.
@@ -66,7 +70,7 @@ def place_workers(plan: Plan, hosts: Sequence[Host]) -> WorkerPlacement:
     last slot. Pools pinned to fewer slots choose first. Example: rollout ×3 and trainer ×1 on `a slots=2`, `b slots=2`:
     rollout/0 on a, rollout/1 on b, rollout/2 on a, trainer/0 on b.
     """
-    problems: list[Problem] = []
+    problems = Problems(origin)
     allowed = {name: _allowed(name, plan, hosts, problems) for name in dict.fromkeys(w.name.pool for w in plan.workers)}
     if problems:
         raise HostsError(problems)
@@ -81,11 +85,13 @@ def place_workers(plan: Plan, hosts: Sequence[Host]) -> WorkerPlacement:
         for worker in workers:
             number = whole if whole is not None else _next(turn, allowed[pool], free, max(1, width(worker)))
             if number is None:
-                raise HostsError([_too_few(plan, pool, hosts, allowed[pool])])
+                raise HostsError([_too_few(plan, pool, hosts, {n: free[n] for n in allowed[pool]})])
             places[str(worker.name)] = WorkerSlot(number, _take(free[number], width(worker)))
             turn = number + 1
     placement = WorkerPlacement(tuple(hosts), {str(worker.name): places[str(worker.name)] for worker in plan.workers})
-    if problems := [*_gradient_problems(plan, placement), *_silence_problems(plan, len(hosts))]:
+    _check_gradients(plan, placement, problems)
+    _check_silence(plan, len(hosts), problems)
+    if problems:
         raise HostsError(problems)
     return placement
 
@@ -106,14 +112,15 @@ def pin_problems(plan: Plan, nodes: int, origin: Callable[[str], str]) -> list[P
     return problems
 
 
-def check_numbers(plan: Plan, here: str) -> None:
+def check_numbers(plan: Plan, here: str, origin: Callable[[str], str]) -> None:
     """Raise HostsError for pins by number where this machine stands in the file, but not first, and so gets number 0
     in the run."""
     for name, pool in plan.recipe.layout.pools.items():
         if any(isinstance(pin, int) for pin in pool.hosts):
             hint = f"move the line of {here} to the top of the hosts file, or pin by name"
             what = "hosts are pinned by number, and this machine, which is number 0 of a run, is not the first one"
-            raise HostsError([Problem("recipe", f"layout.pools.{name}.hosts", what, hint)])
+            key = f"layout.pools.{name}.hosts"
+            raise HostsError([Problem(origin(key), key, what, hint)])
 
 
 def likely_slots(new: Sequence[str], hosts: Mapping[int, Host]) -> dict[str, WorkerSlot]:
@@ -139,30 +146,23 @@ def begin_with(placement: WorkerPlacement, first: int) -> WorkerPlacement:
     return WorkerPlacement(tuple(placement.hosts[number] for number in order), places)
 
 
-def device_of(worker: WorkerPlan, place: WorkerSlot, gpus: int) -> str:
-    """The device of a worker on a host with `gpus` GPUs: `cuda` and `auto` become the GPU of its slot."""
-    if worker.device == "cuda" or (worker.device == "auto" and gpus):
-        return f"cuda:{place.slot % gpus}" if gpus else f"cuda:{place.slot}"
-    return worker.device
-
-
 def placement_lines(plan: Plan, placement: WorkerPlacement) -> list[str]:
     """One line per host: number, name, workers, and the source of weights if not shared memory; then notes."""
     where = placement.where
     read = [(model, leaders_of(plan.home_of(model).members, where.hosts)) for model in plan.generating]
     lines = []
     for number, host in enumerate(placement.hosts):
-        workers = [_shown(plan, name, placement.places[name]) for name in placement.on(number)]
+        names = placement.on(number)
+        workers = [_shown(plan, name, placement.places[name]) for name in names]
+        taken = slots_of(worker for worker in plan.workers if str(worker.name) in names)
         text = ", ".join(workers) or "no workers — leave this host out"
-        here = {
-            model for worker in plan.workers if str(worker.name) in placement.on(number) for model in worker.generates
-        }
+        here = {model for worker in plan.workers if str(worker.name) in names for model in worker.generates}
         given = [leaders for model, leaders in read if model in here and number not in leaders]
         far = [publisher_for(number, leaders, host.site, where.sites) for leaders in given]
         if far:
             text += f"; weights over the network, from {' and '.join(dict.fromkeys(far))}"
         name = f"{host.name} at {host.site}" if host.site else host.name
-        lines.append(f"{number}  {name}  {len(workers)} of {len(host.slots)} slots  {text}")
+        lines.append(f"{number}  {name}  {taken} of {len(host.slots)} slots  {text}")
     return [*lines, *_divided_lines(plan, placement), *_checkpoint_lines(plan, placement)]
 
 
@@ -209,7 +209,7 @@ def _divides_state(workers: Sequence[WorkerPlan]) -> bool:
 
 def _whole(workers: Sequence[WorkerPlan], allowed: Sequence[int], free: Sequence[Sequence[int]]) -> int | None:
     """The host with most free slots if it takes all these workers, and they divide models; None: spread them."""
-    wide = sum(max(1, width(worker)) for worker in workers)
+    wide = slots_of(workers)
     fits = [number for number in allowed if len(free[number]) >= wide]
     if not fits or not _divides_state(workers):
         return None
@@ -217,29 +217,29 @@ def _whole(workers: Sequence[WorkerPlan], allowed: Sequence[int], free: Sequence
     return max(fits, key=lambda number: (len(free[number]), -number))
 
 
-def _gradient_problems(plan: Plan, placement: WorkerPlacement) -> list[Problem]:
+def _check_gradients(plan: Plan, placement: WorkerPlacement, problems: Problems) -> None:
     """Refuse `security.encrypt: all` where it cannot be guaranteed: Gloo and NCCL do not encrypt."""
     security, key = plan.recipe.security, "security.encrypt"
     homes = [{placement.places[name].host for name in pool.members} for pool in plan.pools if pool.homes]
     hosts = sorted(next((home for home in homes if len(home) > 1), set()))
     if security.encrypt != "all" or security.trusted_network or len(hosts) < 2:
-        return []
+        return
     names = ", ".join(placement.hosts[number].name for number in hosts)
     message = f"all does not encrypt gradients, and training workers on {names} exchange them over the network"
     hint = (
         "security.trusted_network: true, if no one else has access to the network (a private one, or WireGuard "
         "between the hosts); or pin the training pool to one host with layout.pools.NAME.hosts"
     )
-    return [Problem("recipe", key, message, hint)]
+    problems.add(key, message, hint)
 
 
-def _silence_problems(plan: Plan, hosts: int) -> list[Problem]:
+def _check_silence(plan: Plan, hosts: int, problems: Problems) -> None:
     """Refuse a limit within which agents of many hosts cannot tell whether most of them hear each other."""
     given, least = plan.recipe.limits.host_silence_s, least_silence_s(hosts)
     if given > least:
-        return []
+        return
     message = f"{given:g} s is too short for {hosts} hosts, whose agents need {least:g} s to know that most hear them"
-    return [Problem("recipe", "limits.host_silence_s", message, f"raise it: 30 s, or at least {least + 1:g} s")]
+    problems.add("limits.host_silence_s", message, f"raise it: 30 s, or at least {least + 1:g} s")
 
 
 def _shown(plan: Plan, name: str, place: WorkerSlot) -> str:
@@ -249,7 +249,7 @@ def _shown(plan: Plan, name: str, place: WorkerSlot) -> str:
     return f"{name} ({gpus})" if worker.device == "cuda" and width(worker) else name
 
 
-def _allowed(pool: str, plan: Plan, hosts: Sequence[Host], problems: list[Problem]) -> list[int]:
+def _allowed(pool: str, plan: Plan, hosts: Sequence[Host], problems: Problems) -> list[int]:
     pins = plan.recipe.layout.pools[pool].hosts
     names = [host.name for host in hosts]
     found: set[int] = set()
@@ -261,7 +261,7 @@ def _allowed(pool: str, plan: Plan, hosts: Sequence[Host], problems: list[Proble
             matches = {n for n, name in enumerate(names) if fnmatchcase(name, pin)}
             what, hint = f"no host matches {pin!r}", did_you_mean(pin, names)
         if not matches:
-            problems.append(Problem("recipe", f"layout.pools.{pool}.hosts", what, hint))
+            problems.add(f"layout.pools.{pool}.hosts", what, hint)
         found |= matches
     return sorted(found) if pins else [*range(len(names))]
 
@@ -288,21 +288,37 @@ def _take(free: list[int], gpus: int) -> int:
     return slot
 
 
-def _too_few(plan: Plan, pool: str, hosts: Sequence[Host], allowed: Sequence[int]) -> Problem:
-    slots = sum(len(hosts[number].slots) for number in allowed)
-    widest = max(width(worker) for worker in plan.workers if worker.name.pool == pool)
-    if widest > 1:
-        message = f"no host has {widest} consecutive slots left for each worker of pool {pool!r}, as its engine needs"
-        hint = f"give hosts more slots, or lower layout.pools.{pool}.count or the GPUs in its engine_options"
-    elif len(allowed) == len(hosts):
-        message = f"{len(plan.workers)} workers, but the {len(hosts)} hosts together have {slots}"
+def _too_few(plan: Plan, pool: str, hosts: Sequence[Host], left: Mapping[int, Sequence[int]]) -> Problem:
+    """Say what a pool lacks; `left`: slots that the workers before have left on each host that it may run on."""
+    workers = [worker for worker in plan.workers if worker.name.pool == pool]
+    there = sum(len(hosts[number].slots) for number in left)
+    widest = max(width(worker) for worker in workers)
+    if len(left) == len(hosts) and (needed := slots_of(plan.workers)) > there:
+        taken = f" take {needed} slots" if needed > len(plan.workers) else ""
+        have = f"the {len(hosts)} hosts together have" if len(hosts) > 1 else f"{hosts[0].name} has"
+        message = f"{len(plan.workers)} workers{taken}, but {have} {there}"
         hint = "add hosts or slots, or lower the counts of the layout's pools"
+        if taken:
+            hint += f", or the GPUs in engine_options of {pool!r}" if widest > 1 else ""
+    elif widest > 1:
+        names = ", ".join(
+            f"{hosts[n].name} has {len(slots)} of {len(hosts[n].slots)} left" for n, slots in left.items()
+        )
+        message = (
+            f"no host has {widest} consecutive slots left for each worker of pool {pool!r}, as its engine needs: "
+            f"{len(workers)} workers take {slots_of(workers)} slots, and where one lacks them, {names}"
+        )
+        hint = f"give hosts more slots, or lower layout.pools.{pool}.count or the GPUs in its engine_options"
     else:
-        count = plan.recipe.layout.pools[pool].count
-        names = ", ".join(hosts[number].name for number in allowed)
-        message = f"pool {pool!r} has {count} workers, but the hosts that it may run on ({names}) have {slots}"
+        names = ", ".join(hosts[number].name for number in left)
+        message = f"pool {pool!r} has {len(workers)} workers, but the hosts that it may run on ({names}) have {there}"
         hint = f"give these hosts more slots, add hosts to layout.pools.{pool}.hosts, or lower its count"
     return Problem(hosts[0].where.rpartition(":")[0], "slots", message, hint)
+
+
+def slots_of(workers: Iterable[WorkerPlan]) -> int:
+    """Slots that workers take together."""
+    return sum(max(1, width(worker)) for worker in workers)
 
 
 def needs_here(plan: Plan, *, resume: bool = False) -> Needs:

@@ -75,7 +75,11 @@ class Transport:
         """The name or address that ssh would connect to; the host's own name if ssh does not say."""
         config = [] if self.config is None else ["-F", str(self.config)]
         command = ["ssh", *config, *self.options, "-G", "--", host.login]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=CONNECT_S, check=False)
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=CONNECT_S, check=False)
+        except (OSError, subprocess.TimeoutExpired):
+            # Whoever connects by it tells why it does not run; this machine is reached without it.
+            return host.name
         names = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("hostname ")]
         return names[0] if done.returncode == 0 and names else host.name
 
@@ -93,16 +97,21 @@ class Line(Protocol):
 
 
 class ProbeLine:
-    """Talks to a remote helper through the standard input and output of a command."""
+    """Talks to a remote helper through the standard input and output of a command; raises HostFault if the command
+    cannot be started. `by_hand`: what to try if the connection is lost."""
 
-    def __init__(self, host: Host, command: Sequence[str], token: str) -> None:
+    def __init__(self, host: Host, command: Sequence[str], token: str, by_hand: str) -> None:
         self._host = host
+        self._by_hand = by_hand
         self._token = token.encode()
         self._buffer = b""
         self._noise: list[str] = []
         pipe = subprocess.PIPE
         # In a session of its own: Ctrl-C is meant for us, and we close the connection properly.
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
+        try:
+            self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
+        except OSError as error:
+            raise _not_started(command[0], host, error) from error
         modules = ((host_facts.__name__, host_facts), ("__main__", remote_helper))
         sources = [(name, Path(str(module.__file__)).read_text(encoding="utf-8")) for name, module in modules]
         self._send(json.dumps(sources).encode() + b"\n")
@@ -176,7 +185,16 @@ class ProbeLine:
             if told:
                 return HostFault(told[-1], hint.format(login=self._host.login, name=self._host.name))
         last = said[-1] if said else f"exit code {self._process.returncode}, without any output"
-        return HostFault(f"the connection was lost: {last}", f"try by hand: ssh {self._host.login} true")
+        return HostFault(f"the connection was lost: {last}", f"try by hand: {self._by_hand}")
+
+
+def _not_started(program: str, host: Host, error: OSError) -> HostFault:
+    """Say why a program of this machine, by which a host is reached, does not start."""
+    if program == "ssh":
+        hint = "install the OpenSSH client on this machine, or start without ssh: docs/many-hosts.md"
+    else:
+        hint = f"correct python= on the line of {host.name}; in a virtual environment it ends in bin/python"
+    return HostFault(f"{program} cannot be started on this machine: {error.strerror}", hint)
 
 
 def open_line(host: Host, transport: Transport, *, here: bool) -> ProbeLine:
@@ -184,7 +202,12 @@ def open_line(host: Host, transport: Transport, *, here: bool) -> ProbeLine:
     token = f"distflow:{secrets.token_hex(4)}:"
     python = host.python or sys.executable
     remote = [python, "-u", "-c", _BOOT, token]
-    line = ProbeLine(host, remote if here else transport.command(host, remote), token)
+    command, by_hand = (
+        (remote, f"{python} -c 'import distflow'")
+        if here
+        else (transport.command(host, remote), f"ssh {host.login} true")
+    )
+    line = ProbeLine(host, command, token, by_hand)
     try:
         # A first request, so that connection errors show up here.
         line.ask("clock", {}, limit_s=START_S)

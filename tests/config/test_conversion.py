@@ -22,6 +22,9 @@ from distflow.config.trl_keys import TRL
 from distflow.flow.recipe_check import plan_recipe
 from distflow.flow.resolve import find_source
 from distflow.flow.step_declaration import read_declaration, read_parameters
+from distflow.workers.backends.backend_options import FsdpBackendOptions
+from distflow.workers.engines.sglang_options import SGLangOptions
+from distflow.workers.engines.vllm_options import VLLMOptions
 
 VERL_SCRIPT = """
 set -x
@@ -55,7 +58,7 @@ python3 -m verl.trainer.main_ppo \\
     trainer.n_gpus_per_node=2 trainer.total_training_steps=40 trainer.test_freq=-1 \\
     trainer.mystery=7 $@  # what follows is no override: a=b.c
 """
-LACKING = {"actor_rollout_ref.actor.clip_ratio_c", "trainer.mystery"}
+LACKING = {"trainer.mystery"}
 SAYING = {
     *("algorithm.use_kl_in_reward", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", "trainer.test_freq"),
     "actor_rollout_ref.rollout.gpu_memory_utilization",
@@ -146,7 +149,7 @@ def test_every_key_of_verls_overrides_is_accounted_for(converted: Any, tmp_path:
     assert policy.lora is not None
     assert (policy.lora.rank, policy.lora.alpha) == (32, 64)
     update = steps["update"].with_
-    assert (update["clip"], update["kl_coef"], update["kl"]) == ([0.2, 0.28], 0.003, "k2")
+    assert (update["clip"], update["kl_coef"], update["kl"]) == ([0.2, 0.28, 10.0], 0.003, "k2")
     assert steps["sample"].with_["max_new_tokens"] == 1024
     assert steps["reward"].with_["function"]["score"]["strict"] is True
     assert (recipe.layout.pools["worker"].count, recipe.run.trackers) == (2, {"tensorboard": True})
@@ -158,10 +161,163 @@ def test_ledgers_suffice_all_training_workers(
     converted: Any, tmp_path: Path, nodes: int, prompts: int, ledgers: int
 ) -> None:
     words = f"trainer.nnodes={nodes} trainer.n_gpus_per_node=8 data.train_batch_size={prompts}"
-    _, text = converted("run.sh", f"python3 -m verl.trainer.main_ppo {words} actor_rollout_ref.rollout.name=vllm\n")
+    _, text = converted("run.sh", f"python3 -m verl.trainer.main_ppo {words} actor_rollout_ref.rollout.name=sglang\n")
     recipe = yaml.safe_load(text)
     assert (recipe["batch"]["ledgers"], recipe["layout"]["pools"]["worker"]["count"]) == (ledgers, 8 * nodes)
-    assert "# To do: vllm shares no worker with several that train: layout.pools.worker.engine=sglang, or" in text
+
+
+VERL_BASE = "algorithm.adv_estimator=grpo data.train_files=x.jsonl actor_rollout_ref.model.path=org/model "
+
+
+@pytest.fixture
+def of_verl(converted: Any, tmp_path: Path) -> Callable[[str], tuple[Converted, str, Any]]:
+    """Convert overrides of verl, and plan what comes out as it stands."""
+
+    def make(words: str) -> tuple[Converted, str, Any]:
+        for name in ("x", "y"):
+            (tmp_path / f"{name}.jsonl").write_text('{"prompt": "1="}\n')
+        long = re.sub(r"(?<!\S)(actor|rollout)\.", r"actor_rollout_ref.\1.", VERL_BASE + words)
+        found, text = converted("overrides.txt", long.replace(" ", "\n"))
+        return found, text, planned(tmp_path, text).recipe
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("words", "pools", "width"),
+    [
+        ("rollout.name=vllm trainer.n_gpus_per_node=8", {"rollout": 4, "trainer": 4}, 1),
+        (
+            "rollout.name=vllm rollout.tensor_model_parallel_size=2 trainer.n_gpus_per_node=8 trainer.nnodes=2",
+            {"rollout": 4, "trainer": 8},
+            2,
+        ),
+        (
+            "rollout.name=sglang rollout.tensor_model_parallel_size=4 trainer.n_gpus_per_node=8",
+            {"rollout": 1, "trainer": 4},
+            4,
+        ),
+        (
+            "rollout.name=sglang rollout.tensor_model_parallel_size=8 trainer.n_gpus_per_node=8",
+            {"rollout": 1, "trainer": 4},
+            4,
+        ),
+        ("rollout.name=vllm trainer.n_gpus_per_node=1", {"worker": 1}, 1),
+        ("rollout.name=sglang trainer.n_gpus_per_node=8", {"worker": 8}, 1),
+        ("rollout.name=hf rollout.tensor_model_parallel_size=1 trainer.nnodes=2", {"worker": 16}, 1),
+        ("rollout.name=vllm rollout.nnodes=1 rollout.n_gpus_per_node=4", {"rollout": 4, "trainer": 8}, 1),
+        (
+            "rollout.name=vllm data.train_batch_size=16 actor.ppo_mini_batch_size=4 trainer.nnodes=4",
+            {"rollout": 16, "trainer": 4},
+            1,
+        ),
+    ],
+)
+def test_gpus_that_verl_uses_in_turns_are_divided_as_here_they_can_be(
+    of_verl: Any, words: str, pools: dict[str, int], width: int
+) -> None:
+    found, text, recipe = of_verl(words)
+    assert {name: pool.count for name, pool in recipe.layout.pools.items()} == pools
+    split = "rollout" in pools
+    (engine,) = re.findall(r"rollout.name=(\w+)", words)
+    generating = recipe.layout.pools["rollout" if split else "worker"]
+    assert generating.engine == {"hf": "torch"}.get(engine, engine)
+    name = {"vllm": "tensor_parallel_size", "sglang": "tensor_parallel"}.get(engine, "")
+    assert generating.engine_options.get(name, 1) == width
+    assert ("# To do: check how the " in text) == (split and "rollout.nnodes" not in words)
+    training = recipe.layout.pools["trainer" if split else "worker"]
+    assert training.backend == ("torch" if training.count == 1 else "fsdp")
+    assert not [one for one in found.accounts if one.kind == "lacks"]
+
+
+def test_options_of_engines_and_backends_are_kept(of_verl: Any) -> None:
+    options = "rollout.gpu_memory_utilization=0.7 rollout.max_model_len=4096 rollout.enforce_eager=true"
+    moved = "actor.fsdp_config.param_offload=true actor.fsdp_config.model_dtype=bf16"
+    pools = of_verl(f"rollout.name=vllm {options} {moved} rollout.max_num_seqs=64")[2].layout.pools
+    assert pools["rollout"].engine_options == {
+        "gpu_memory_utilization": 0.7,
+        "max_model_len": 4096,
+        "enforce_eager": True,
+        "dtype": "bfloat16",
+    }
+    assert (pools["rollout"].slots, pools["trainer"].backend_options) == (64, {"cpu_offload": True})
+    found, _, recipe = of_verl(f"rollout.name=sglang {options} {moved} rollout.dtype=float16")
+    worker = recipe.layout.pools["worker"]
+    assert worker.engine_options == {"memory_fraction": 0.7, "context_length": 4096, "dtype": "float16"}
+    assert (worker.offload, worker.backend_options, recipe.models["policy"].dtype) == (True, {}, "bfloat16")
+    (eager,) = [one for one in found.accounts if one.key.endswith("enforce_eager")]
+    assert (eager.kind, eager.text) == ("says", "an option of vllm: enforce_eager; engine sglang has none")
+
+
+def test_what_verl_does_unless_it_is_told_is_written(of_verl: Any) -> None:
+    found, text, recipe = of_verl("rollout.name=sglang data.val_files=y.jsonl")
+    policy, update = recipe.models["policy"], recipe.flow.steps["update"].with_
+    assert (policy.dtype, policy.optimizer.weight_decay, policy.gradient_checkpointing) == ("bfloat16", 0.01, True)
+    assert (update["clip"], update["tis"], recipe.val.sampling["temperature"]) == ([0.2, 0.2, 3.0], None, 0)
+    assert recipe.flow.steps["sample"].with_["max_new_tokens"] == 512
+    told = {one.key.rpartition(".")[2] for one in found.defaults}
+    assert {"weight_decay", "dtype", "clip_ratio_c", "rollout_is", "temperature", "lr"} <= told
+    assert "# defaults of verl that differ from those here, and are written (" in text
+    given = "actor.optim.weight_decay=0.1 actor.fsdp_config.dtype=float32 actor.clip_ratio_c=5 "
+    given += "algorithm.rollout_correction.rollout_is=token algorithm.rollout_correction.rollout_is_threshold=4"
+    found, _, recipe = of_verl(given)
+    policy, update = recipe.models["policy"], recipe.flow.steps["update"].with_
+    assert (policy.dtype, policy.optimizer.weight_decay, update["clip"], update["tis"]) == (
+        "float32",
+        0.1,
+        [0.2, 0.2, 5],
+        4,
+    )
+    assert not {"weight_decay", "clip_ratio_c", "rollout_is"} & {one.key.rpartition(".")[2] for one in found.defaults}
+    recipe = of_verl("algorithm.adv_estimator=gae critic.optim.weight_decay=0.2")[2]
+    critic = recipe.models["critic"]
+    assert (critic.optimizer.lr, critic.optimizer.weight_decay, critic.dtype) == (1e-5, 0.2, "bfloat16")
+    recipe = of_verl("algorithm.adv_estimator=reinforce_plus_plus")[2]
+    assert recipe.flow.steps["token_rewards"].with_["kl_coef"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("prompts", "size", "parts"), [(128, 60, 2), (90, 40, 2), (1024, 256, 4), (96, 32, 3), (64, 100, 1)]
+)
+def test_mini_batches_that_do_not_divide_are_told(of_verl: Any, prompts: int, size: int, parts: int) -> None:
+    _, text, recipe = of_verl(f"data.train_batch_size={prompts} actor.ppo_mini_batch_size={size}")
+    assert recipe.batch.minibatches == parts
+    told = f"# To do: batch.minibatches is {parts}, of {prompts // parts} prompts each: {prompts} prompts do not divide"
+    assert (f"{told} into mini-batches of {size}, and" in text) == (parts * size != prompts)
+
+
+def test_all_files_of_prompts_are_given(of_verl: Any) -> None:
+    _, text, recipe = of_verl("data.train_files=['x.jsonl','y.jsonl'] data.val_files=['y.jsonl'] data.prompt_key=q")
+    assert {name: Path(one.source).name for name, one in recipe.data.mix.items()} == {"x": "x.jsonl", "y": "y.jsonl"}
+    assert {tuple(one.fields.items()) for one in recipe.data.mix.values()} == {(("prompt", "q"),)}
+    assert (Path(recipe.val.data.source).name, recipe.val.data.fields) == ("y.jsonl", {"prompt": "q"})
+    assert "# To do: weight of each of x, y in data.mix: its rows" in text
+
+
+def test_sources_are_named_by_what_tells_their_files_apart(converted: Any) -> None:
+    words = "data.train_files=['a/gsm8k/train.parquet','a/math/train.parquet']"
+    assert list(yaml.safe_load(converted("run.sh", words)[1])["data"]["mix"]) == ["gsm8k_train", "math_train"]
+    script = "data = load_dataset('json', data_files=['one.jsonl', 'two.jsonl'])\nGRPOTrainer(train_dataset=data)\n"
+    assert yaml.safe_load(converted("a.py", script)[1])["data"]["mix"] == {
+        "one": {"source": "one.jsonl"},
+        "two": {"source": "two.jsonl"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("mode", "pools"), [("", {"rollout": 1, "trainer": 2}), ("vllm_mode='server', ", {"rollout": 1, "trainer": 1})]
+)
+def test_vllm_over_several_gpus_has_a_pool_of_its_own(
+    converted: Any, tmp_path: Path, mode: str, pools: dict[str, int]
+) -> None:
+    vllm = f"use_vllm=True, {mode}vllm_tensor_parallel_size=2, vllm_gpu_memory_utilization=0.4, num_generations=2"
+    _, text = converted("a.py", f"args = GRPOConfig({vllm})\nGRPOTrainer(model='org/model', args=args)\n")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1=", "answer": "1"}\n')
+    recipe = planned(tmp_path, text).recipe
+    assert {name: pool.count for name, pool in recipe.layout.pools.items()} == pools
+    assert recipe.layout.pools["rollout"].engine_options == {"tensor_parallel_size": 2, "gpu_memory_utilization": 0.4}
+    policy = recipe.models["policy"]
+    assert (policy.optimizer.schedule, policy.dtype, policy.gradient_checkpointing) == ("linear", "bfloat16", True)
 
 
 def test_a_trl_script_is_read_and_never_run(converted: Any, tmp_path: Path) -> None:
@@ -516,27 +672,39 @@ def test_the_dictionary_names_keys_that_there_are() -> None:
         if path[:2] == ["flow", "steps"]:
             assert path[4] in settings[path[2]], key
         elif path[:2] not in (["data", "fields"], ["val", "sampling"]):
+            options, path = (path[-1], path[:-1]) if path[-2] == "backend_options" else ("", path)
             section = section_at(tuple(path[:-1]))
             assert section is not None, key
             assert path[-1] in {key_of(section, name) for name in section.model_fields}, key
+            assert not options or options in FsdpBackendOptions.__dataclass_fields__, key
+    engines = {"vllm": VLLMOptions, "sglang": SGLangOptions}
+    for meaning in (*TRL.values(), *VERL.values()):
+        for engine, name in meaning.options.items():
+            assert name in engines[engine].__dataclass_fields__, meaning
 
 
 LEADS = (NOT_BUILT, ALWAYS, NOTHING.removesuffix(": "))
-"""What has one row of a table, with the reasons beside the words."""
+"""What has one row of a table, as a key has that several words share, with what is to be said beside the words."""
 
 
 def table(meanings: dict[str, str]) -> list[str]:
-    """Rows of words that mean the same, in one; of a text that no other has, NAME stands for the word's last part."""
+    """Rows of words that mean the same, in one. Of a text that no other has, NAME stands for the last part of the word,
+    where a key here ends so.
+    """
     alone = Counter(meanings.values())
     by_text: dict[str, list[str]] = {}
     for word, text in meanings.items():
-        general = re.sub(rf"\b{re.escape(word.rpartition('.')[2])}\b", "NAME", text) if alone[text] == 1 else text
+        last = rf"(?:(?<=[.=])|(?<=: ))\b{re.escape(word.rpartition('.')[2])}\b(?![.:])"
+        general = re.sub(last, "NAME", text) if alone[text] == 1 else text
         by_text.setdefault(general, []).append(f"`{word}`")
+    keys = Counter(text.partition(": ")[0] for text in by_text)
     rows: dict[str, list[str]] = {}
     for text, words in by_text.items():
-        lead = next((lead for lead in LEADS if text.startswith(f"{lead}: ")), text)
-        reason = text.removeprefix(f"{lead}: ")
-        rows.setdefault(lead, []).append(", ".join(words) + (f" ({reason})" if reason != text else ""))
+        key = text.partition(": ")[0]
+        shared = key if key.startswith("`") and keys[key] > 1 else text
+        lead = next((lead for lead in LEADS if text.startswith(f"{lead}: ")), shared)
+        reason = text.removeprefix(lead).removeprefix(": ")
+        rows.setdefault(lead, []).append(", ".join(words) + (f" ({reason})" if reason else ""))
     return [f"| {'; '.join(words)} | {text} |" for text, words in rows.items()]
 
 

@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
+from omegaconf import OmegaConf
 
 from distflow.config.check import key_of, section_at
 from distflow.config.load import load_recipe
@@ -172,6 +174,44 @@ def test_one_mistake(override: str, message: str) -> None:
 )
 def test_keys_that_stand_elsewhere_and_words_of_other_tools(override: str, message: str) -> None:
     assert message in refused("quickstart", override)
+
+
+SEVERAL = {
+    "verl": {
+        "actor_rollout_ref.rollout.n=4": "did you mean batch.samples_per_prompt?",
+        "actor_rollout_ref.rollout.val_kwargs.n=2": "did you mean val.samples_per_prompt?",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=60": "did you mean batch.minibatches (their number: ",
+        "data.train_batch_size=8": "did you mean batch.prompts (",
+        "algorithm.adv_estimator=rloo": "did you mean flow=rloo?",
+        "algorithm.gamma=0.9": "flow.steps.gae.with.gamma, of flow=ppo",
+        "trainer.mystery=3": "nothing here is known to stand for it (docs/from-other-tools.md)",
+        "trainer.save_freq=3": "did you mean run.save_every?",
+    },
+    "OpenRLHF": {
+        "rollout.n_samples_per_prompt=8": "did you mean batch.samples_per_prompt?",
+        "rollout.temperature=0.7": "did you mean flow.steps.sample.with.temperature?",
+        "algo.advantage.estimator=reinforce": "did you mean flow=reinforce_plus_plus?",
+        "algo.kl.init_coef_or_so=1": "nothing here is known",
+    },
+    "TRL": {
+        "num_generations=8": "did you mean batch.samples_per_prompt?",
+        "learning_rate=1e-5": "did you mean models.policy.optimizer.lr?",
+        "vllm_gpu_memory_utilization=0.4": "did you mean layout.pools.NAME.engine_options={gpu_memory_utilization: ",
+    },
+}
+
+
+@pytest.mark.parametrize("tool", SEVERAL)
+def test_several_words_of_another_tool_have_an_answer_each(tool: str, tmp_path: Path) -> None:
+    given = SEVERAL[tool]
+    told = refused("quickstart", *given)
+    for override, hint in given.items():
+        assert f"{override.partition('=')[0]} — unknown key — {hint}" in told
+    assert told.count("distflow convert FILE") == (tool == "verl")
+    lines = yaml.safe_dump(OmegaConf.to_container(OmegaConf.from_dotlist([*given])))
+    (tmp_path / "mine.yaml").write_text(f"defaults: [quickstart, _self_]\n{lines}")
+    in_file = refused(str(tmp_path / "mine.yaml"))
+    assert all(f"{override.partition('=')[0]} — unknown key — {hint}" in in_file for override, hint in given.items())
 
 
 def test_what_is_said_of_other_tools_words_names_keys_that_there_are() -> None:

@@ -92,7 +92,9 @@ def test_workers_of_two_hosts_can_be_started_by_hand(tmp_path: Path) -> None:
     for document in (folder / "trainer-0.yaml", there / "rollout-1.yaml"):
         mine, border, filled = document.read_text().partition("\n# Filled in")
         document.write_text(mine.replace("  threads: 1\n", "  threads: 2\n") + border + filled)
-    started = [line.split()[-1] for line in written.stdout.splitlines() if line.strip().startswith("distflow worker")]
+    commands = [line for line in written.stdout.splitlines() if line.strip().startswith("distflow worker")]
+    assert [line.partition("  # ")[2] for line in commands] == ["GPU 0", "GPU 0", "GPU 1"]
+    started = [line.partition("#")[0].split()[-1] for line in commands]
     workers = [WarmProcess("distflow.launch", ["worker", path], merged=True) for path in started]
     outputs = [worker.communicate(timeout=120)[0] for worker in workers]
     assert [worker.returncode for worker in workers] == [0, 0, 0], outputs

@@ -343,7 +343,7 @@ def test_what_fails_on_a_service_ends_the_run_with_the_rows_that_it_had(launch: 
     judged = [f"flow.steps.reward.with.function={tmp_path}/rewards.py:wrong", "flow.steps.reward.with.on_error=stop"]
     run = launch("quickstart", *SMALL, "layout=services", *judged)
     assert run.wait() == 3, run.output
-    assert "in step 'reward' on reward/0, training step 0, uid (epoch, prompt, position) (0, " in run.output
+    assert "in step 'reward' on reward/0, training step 1, uid (epoch, prompt, position) (0, " in run.output
 
 
 def lines_of(run: Run, worker: str) -> list[dict[str, float]]:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+import sys
+import threading
+import time
 from collections.abc import Mapping
 
 import msgpack
@@ -10,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distflow.exchange.facts import JUDGED_BY_ALL
+from distflow.exchange.facts import JUDGED, JUDGED_BY_ALL
 from distflow.exchange.tally import Counts, Tallies, Tally
 
 
@@ -165,6 +169,32 @@ def test_what_only_an_owner_that_was_restarted_had_counted_is_forgotten_by_all()
     workers.restart("trainer/0")
     workers.settle()
     assert workers.seen() == {(0, 0)}
+
+
+def test_others_are_heard_on_one_thread_while_another_counts() -> None:
+    """Owners come, are restarted and go, and a worker looks how many have failed all the while."""
+    tallies = Tallies(owner=True)
+    tally, ended = tallies.of("reward"), threading.Event()
+    said = [{JUDGED: {"reward": (9, 1)}, JUDGED_BY_ALL: {"reward": (9, 1)}}, {}]
+
+    def hear() -> None:
+        for life in itertools.takewhile(lambda _: not ended.is_set(), itertools.count()):
+            for name in range(20):
+                tallies.hear(f"trainer/{name}", life, said[life % 2])
+
+    hearing, interval = threading.Thread(target=hear), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    hearing.start()
+    try:
+        until = time.monotonic() + 0.5
+        while time.monotonic() < until:
+            tally.add(1, 0)
+            assert tally.too_many(0.5) == ""
+            assert tallies.facts()
+    finally:
+        ended.set()
+        hearing.join(10.0)
+        sys.setswitchinterval(interval)
 
 
 @pytest.mark.parametrize("facts", [{}, {"state": "serving", "load": 7}])

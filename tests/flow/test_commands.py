@@ -7,16 +7,22 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from distflow.comm.keys import own_keys, public_hex
 from distflow.config.paths import shipped_recipes
 from distflow.flow.document import read_worker_document
 from distflow.launch.cli import run
+from distflow.runtime.assembly import read_setting
+
+IN_TWO = ("layout.pools.rollout.engine=sglang", "layout.pools.rollout.engine_options.tensor_parallel=2")
 
 
 def test_validate_says_ok(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["validate", "quickstart"]) == 0
-    assert capsys.readouterr().out.startswith("ok: quickstart, 4 steps on 3 worker(s), 256 samples")
+    assert capsys.readouterr().out.startswith(
+        "ok: quickstart, 600 training steps of 256 samples each, on 3 workers, by a flow of 4 functions"
+    )
 
 
 def test_validate_reports_everything_and_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,6 +135,39 @@ def test_documents_for_several_hosts_tell_where_the_others_listen(
     assert len({document.port for document in found.values()}) == 3
     assert {document.host for document in found.values()} == {0, 1}
     assert {path.stat().st_mode & 0o777 for path in (folder / "keys").iterdir()} == {0o600}
+
+
+@pytest.mark.parametrize(
+    ("words", "count", "told", "devices"),
+    [
+        ([], 8, {"rollout-0": "GPU 0", "trainer-0": "GPU 2"}, {"rollout-0": "cuda:0", "trainer-0": "cuda:2"}),
+        (["--include", "a:5,6,7"], 8, {"rollout-1": "GPU 6"}, {"rollout-1": "cuda:6", "trainer-0": "cuda:7"}),
+        ([*IN_TWO], 8, {"rollout-1": "GPUs 2-3", "trainer-0": "GPU 4"}, {"rollout-1": "cuda:2", "trainer-0": "cuda:4"}),
+        ([], 2, {"trainer-0": "GPU 2"}, {"rollout-1": "cuda:1", "trainer-0": "cuda:0"}),
+        ([], 0, {"trainer-0": "GPU 2"}, {"rollout-1": "cpu", "trainer-0": "cpu"}),
+        (["layout.pools.trainer.device=cpu"], 8, {"trainer-0": ""}, {"rollout-1": "cuda:1", "trainer-0": "cpu"}),
+    ],
+)
+def test_workers_by_hand_take_the_gpus_that_an_agent_would_give_them(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    count: int,
+    told: dict[str, str],
+    devices: dict[str, str],
+) -> None:
+    """`count`: GPUs that are found when they begin."""
+    (tmp_path / "hosts").write_text("a slots=8 address=10.0.0.1\n")
+    folder = tmp_path / "by-hand"
+    assert run(["plan", "quickstart", *words, "--hosts", str(tmp_path / "hosts"), "--write", str(folder)]) == 0
+    commands = [line for line in capsys.readouterr().out.splitlines() if "distflow worker" in line]
+    said = {Path(line.split()[2]).stem: line.partition("  # ")[2] for line in commands}
+    assert told.items() <= said.items()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    for stem, device in devices.items():
+        path = folder / f"{stem}.yaml"
+        assert read_setting(read_worker_document(path), path).device == device
 
 
 def test_a_host_that_others_cannot_connect_to_gets_no_documents(

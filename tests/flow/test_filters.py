@@ -130,10 +130,10 @@ def test_validation_is_refused_what_an_engine_never_takes() -> None:
         (f"{SAMPLE}.repetition_penalty=0", r"repetition_penalty — 0 is not allowed — expected a number > 0"),
         (f"{SAMPLE}.min_new_tokens=-1", r"min_new_tokens — -1 is not allowed"),
         (f"{SAMPLE}.min_new_tokens=400", r"min_new_tokens — 400 is more than max_new_tokens, \d+ — at most"),
-        (f"{SAMPLE}.stop=[3]", r"sample\.with\.stop — expected texts of at least one character"),
+        (f"{SAMPLE}.stop=[3]", r"sample\.with\.stop — expected text, or a list of texts, got \[3\]"),
         (f"{SAMPLE}.stop=3", r"sample\.with\.stop — expected text, or a list of texts, got 3"),
-        (f"{SAMPLE}.logit_bias={{x: 1}}", r"logit_bias — expected numbers by token id"),
-        (f"{SAMPLE}.logit_bias=[1]", r"logit_bias — expected a mapping, got \[1\]"),
+        (f"{SAMPLE}.logit_bias={{x: 1}}", r"logit_bias — expected a mapping of whole numbers to numbers, got \{"),
+        (f"{SAMPLE}.logit_bias=[1]", r"logit_bias — expected a mapping of whole numbers to numbers, got \[1\]"),
     ],
 )
 def test_what_no_request_can_have_is_refused(given: str, message: str) -> None:

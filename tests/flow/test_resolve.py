@@ -9,7 +9,7 @@ import pytest
 from distflow.errors import PluginError
 from distflow.flow.imported_step import check_step
 from distflow.flow.recipe_check import check_imports, plan_recipe
-from distflow.flow.resolve import check_call, resolve
+from distflow.flow.resolve import check_call, find_named, resolve
 
 
 def test_modules_and_files_are_resolved(tmp_path: Path) -> None:
@@ -86,3 +86,65 @@ def test_deep_validation_checks_functions_that_settings_name(folder) -> None:
     problems = check_imports(plan, loaded.origin)
     assert [problem.key for problem in problems] == ["flow.steps.reward.with.function"]
     assert "wrong signature (a, b)" in problems[0].message
+
+
+TOP_LEVEL = """
+import json
+from statistics import *
+train, (test, *rest) = [1], [2, 3]
+typed: list[int] = [4]
+bare: int
+if (size := len(train)) > 2:
+    guarded = size
+else:
+    def chosen(completions, **kwargs): return []
+with open(__file__) as opened:
+    read = opened.read()
+for number in range(2):
+    last = number
+try:
+    from nowhere import imported
+except ImportError:
+    imported = None
+if __name__ == "__main__":
+    late = Judge()
+def inner():
+    hidden = 1
+"""
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["train", "test", "rest", "typed", "size", "guarded", "chosen", "opened", "read", "number", "last", "imported"],
+)
+def test_all_statements_of_the_top_level_define(tmp_path: Path, name: str) -> None:
+    (tmp_path / "script.py").write_text(TOP_LEVEL)
+    lines = [n for n, line in enumerate(TOP_LEVEL.splitlines(), 1) if name in line]
+    assert find_named(f"{tmp_path}/script.py:{name}").where in [f"{tmp_path}/script.py:{n}" for n in lines]
+
+
+def test_a_star_brings_what_its_module_has(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(TOP_LEVEL)
+    assert find_named(f"{tmp_path}/script.py:median").where == f"{tmp_path}/script.py:3"
+    (tmp_path / "beside.py").write_text("def mine(sample): return 1.0\n")
+    (tmp_path / "other.py").write_text("from beside import *\n")
+    assert find_named(f"{tmp_path}/other.py:mine").where == f"{tmp_path}/other.py:1"
+    with pytest.raises(PluginError, match="defines no 'yours'"):
+        find_named(f"{tmp_path}/other.py:yours")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("late", r"defines 'late' behind `if __name__ == \"__main__\":` alone"),
+        *(
+            ("hidden", r"defines no 'hidden' .*allowed: chosen, guarded"),
+            ("bare", r"defines no 'bare'.*read, rest, size"),
+        ),
+        ("trian", r"did you mean 'train'\?"),
+    ],
+)
+def test_what_an_import_does_not_define_is_refused(tmp_path: Path, name: str, message: str) -> None:
+    (tmp_path / "script.py").write_text(TOP_LEVEL)
+    with pytest.raises(PluginError, match=message):
+        find_named(f"{tmp_path}/script.py:{name}")

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import linecache
 import math
 import sys
+import textwrap
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import yaml
 
 import distflow
 from distflow.errors import PluginError, UserError
@@ -28,6 +29,7 @@ class Notebook:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.main = ModuleType("__main__")
         monkeypatch.setitem(sys.modules, "__main__", self.main)
+        monkeypatch.setattr(linecache, "cache", {})
         self._cells = 0
 
     def run(self, source: str) -> None:
@@ -69,21 +71,107 @@ def test_a_function_of_a_cell_brings_along_what_it_names(notebook: Notebook, tmp
     assert there.__globals__ is not notebook.mine.__globals__
 
 
+CELLS = """
+import re
+import threading
+from functools import partial
+PAT = re.compile(r"\\d+")
+lock, (low, *high) = threading.Lock(), ("1", "2")
+limits = {"most": float("inf")}
+class Kw:
+    def __init__(self, word): self.word = word
+    def __call__(self, completions, **kwargs):
+        return [float(self.word in PAT.findall(text)) for text in completions]
+    def times(self, completions, **kwargs): return [5.0 for _ in completions]
+def scaled(completions, factor=1.0, **kwargs):
+    with lock: return [min(factor, limits["most"]) for _ in completions]
+def make(word):
+    def inner(completions, **kwargs): return Kw(word)(completions)
+    return inner
+kw = Kw("7")
+kw = Kw("1")
+kw.word = "2"
+named = lambda completions, **kwargs: kw(completions)
+twice = partial(scaled, factor=2.0)
+several = [Kw("1"), scaled]
+"""
+CALLS = [
+    ("kw", [1.0]),
+    ("named", [1.0]),
+    ("twice", [2.0]),
+    ('Kw("1")', [0.0]),
+    ("kw.times", [5.0]),
+    ('make("2")', [1.0]),
+    ("partial(scaled, factor=3.0)", [3.0]),
+    ("lambda completions, **kwargs: [float(word in PAT.findall(high[0])) for word in completions]", [1.0]),
+]
+
+
+def places(reward: object, folder: Path) -> dict[str, str]:
+    """What `distflow.launch` writes of its argument into a recipe, by name."""
+    file = write_recipe(folder, model="tiny", data=ROWS, reward=reward, flow=None, settings={}, caller=sys._getframe(1))
+    given = yaml.safe_load(file.read_text())["flow"]["steps"]["reward"]["with"]["function"]
+    return {name: one["function"] for name, one in given.items()} if isinstance(given, dict) else {"": given}
+
+
+@pytest.mark.parametrize(("written", "expected"), CALLS)
+def test_what_a_cell_makes_is_made_anew_by_its_source(
+    notebook: Notebook, tmp_path: Path, written: str, expected: list[float]
+) -> None:
+    notebook.main.places, notebook.main.folder = places, tmp_path
+    notebook.run(CELLS)
+    notebook.run(f"found = places(folder=folder,\n  reward={written})")
+    assert resolve(notebook.found[""])(["2"]) == expected
+
+
+@pytest.mark.parametrize(("written", "expected"), CALLS)
 @pytest.mark.parametrize(
-    ("cell", "why"),
+    "around",
+    ["found = places(folder=folder, reward=[{}])", "def main():\n    global found\n    rewards = [{}]\n"
+     "    found = places(\n        folder=folder, reward=rewards)\nmain()"],
+)  # fmt: skip
+def test_what_a_script_makes_is_made_anew_by_its_source(
+    notebook: Notebook, tmp_path: Path, around: str, written: str, expected: list[float]
+) -> None:
+    text = CELLS + '\nif __name__ == "__main__":\n' + textwrap.indent(around.format(written), "    ") + "\n"
+    (tmp_path / "script.py").write_text(text)
+    notebook.main.places, notebook.main.folder = places, tmp_path
+    notebook.main.__file__ = str(tmp_path / "script.py")
+    exec(compile(text, notebook.main.__file__, "exec"), vars(notebook.main))
+    (place,) = notebook.found.values()
+    assert place.endswith(f"script.py:{written}") or "functions.py:" in place
+    assert resolve(place)(["2"]) == expected
+
+
+def test_objects_of_one_class_are_told_apart(notebook: Notebook, tmp_path: Path) -> None:
+    notebook.main.places, notebook.main.folder = places, tmp_path
+    notebook.run(CELLS)
+    notebook.run('found = places(folder=folder, reward=[Kw("1"), Kw("2"), scaled])')
+    assert list(notebook.found) == ["Kw", "Kw_2", "scaled"]
+    assert [resolve(notebook.found[name])(["2"]) for name in notebook.found] == [[0.0], [1.0], [1.0]]
+    notebook.main.folder = tmp_path / "second"
+    notebook.main.folder.mkdir()
+    notebook.run("found = places(folder=folder, reward=several)")
+    assert [resolve(place)(["1"]) for place in notebook.found.values()] == [[1.0], [1.0]]
+    notebook.main.folder = tmp_path / "third"
+    notebook.main.folder.mkdir()
+    notebook.run('found = places(folder=folder, reward={"one": Kw("3"), "two": kw})')
+    assert [resolve(notebook.found[name])(["2"]) for name in ("one", "two")] == [[0.0], [1.0]]
+
+
+@pytest.mark.parametrize(
+    ("written", "why"),
     [
-        ("import threading\nlock = threading.Lock()\ndef mine(sample):\n    return lock\n", "uses lock, lock, which"),
-        ("class A:\n    def mine(self, sample):\n        return 1.0\nmine = A().mine\n", "is no function at the top"),
-        ("mine = lambda sample: 1.0\n", "is no function at the top"),
-        ("mine = 3\n", "has no name by which workers could import it"),
+        ("3", "3 is int — give a function"),
+        ("[Kw(word) for word in '12']", "then `reward=mine`"),
+        ("mine", "it uses unwritten, object, which cannot be sent"),
     ],
 )
-def test_what_has_no_source_is_refused_by_name(notebook: Notebook, tmp_path: Path, cell: str, why: str) -> None:
-    notebook.run(cell)
+def test_what_has_no_source_is_refused_by_name(notebook: Notebook, tmp_path: Path, written: str, why: str) -> None:
+    notebook.main.places, notebook.main.folder, notebook.main.unwritten = places, tmp_path, object()
+    notebook.run(CELLS + "def mine(sample): return unwritten\n")
     with pytest.raises(UserError, match=why):
-        Functions(tmp_path / "functions.py").place_of(notebook.mine)
-    with pytest.raises(UserError, match="has no name by which"):
-        Functions(tmp_path / "functions.py").place_of(functools.partial(math.floor, 1))
+        notebook.run(f"places(folder=folder, reward={written})")
 
 
 def test_functions_of_files_and_packages_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -136,3 +224,18 @@ def test_a_script_that_is_imported_for_its_functions_starts_no_run(tmp_path: Pat
     )
     with pytest.raises(PluginError, match=r"put what starts the run behind `if __name__ == \"__main__\":`"):
         resolve(f"{tmp_path}/mine.py:mine")
+
+
+def test_the_call_that_launches_is_found_through_the_package(notebook: Notebook, tmp_path: Path) -> None:
+    notebook.main.rows, notebook.main.runs = ROWS, str(tmp_path)
+    notebook.run(CELLS)
+    with pytest.raises(UserError, match="no_such_key"):  # behind the writing of the recipe
+        notebook.run(
+            "import distflow\n"
+            'distflow.launch(model="tiny", data=rows, runs_dir=runs, overrides=["run.no_such_key=1"],\n'
+            '    reward=[kw, Kw("1"), lambda completions, **kwargs: [4.0]])'
+        )
+    (file,) = tmp_path.glob(".launched/*/functions.py")
+    recipe = yaml.safe_load((file.parent / "recipe.yaml").read_text())
+    found = recipe["flow"]["steps"]["reward"]["with"]["function"]
+    assert [resolve(one["function"])(["2"]) for one in found.values()] == [[1.0], [0.0], [4.0]]

@@ -63,8 +63,7 @@ class Steps:
     @cached_property
     def process(self) -> EpisodeProcess:
         """Where `step` may run them."""
-        blocking = {name: name in ("plain", "doomed") for name in self._settings}
-        return EpisodeProcess(self._start, blocking, self.now, self.metrics, self.crowded)
+        return EpisodeProcess(self._start, self.now, self.metrics, self.crowded)
 
     def _start(self) -> KeptProcess:
         about = [str(self._file), json.dumps(self._settings)]

@@ -327,7 +327,7 @@ def test_a_turn_has_no_more_tokens_than_the_sample_has_left(tmp_path: Path) -> N
             r"asks for more after 41 tokens behind the prompt, .* longest sequence has 40: .*raise max_tokens",
         ),
         ("silent", None, r"returned before it awaited tokens of the sample; expected completion = await generate"),
-        ("forgetful", None, r"returned \[\]; expected a mapping with a number for each of \['rewards/turns'\]"),
+        ("forgetful", None, r"returned None; expected a mapping with a number for each of \['rewards/turns'\]"),
         ("wordy", None, r"returned {'rewards/turns': 'two'}; expected a number for each of \['rewards/turns'\]"),
         ("vague", None, r"(?s)in vague\n.*params is a int; expected SamplingParams\n.* raised TypeError on rollout/0"),
         ("textual", None, r"(?s)in textual\n.*'float' .*; expected token ids, which are integers\n.* raised TypeError"),

@@ -1,8 +1,6 @@
 """An environment of several turns. `distflow test-plugin recipe.yaml` tests it."""
 
-from distflow import StepContext, step
-from distflow.runtime.generate_step import Generate
-from distflow.types import Episode, SamplingParams
+from distflow import Episode, Generate, SamplingParams, StepContext, step
 
 
 @step(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from distflow.errors import UserError
 from distflow.flow.estimate import LIBRARY_BYTES
+from distflow.flow.gpus import device_of_slot
 from distflow.flow.lanes import lanes_of
 from distflow.flow.memory_fit import Capacity
 from distflow.flow.plan import publisher_for
@@ -13,11 +16,9 @@ from distflow.flow.recipe_check import plan_recipe
 from distflow.flow.sizes import FETCHED, PINNED, PUBLISHED, model_size
 from distflow.launch.cli import run
 from distflow.launch.deploy.host_checks import GIB
-from distflow.launch.deploy.hostfile import parse_hosts
+from distflow.launch.deploy.hostfile import HostsError, parse_hosts
 from distflow.launch.deploy.placement import (
-    WorkerSlot,
     begin_with,
-    device_of,
     needs_of,
     place_workers,
     placement_lines,
@@ -225,11 +226,11 @@ def test_the_numbers_can_begin_with_another_host():
             r"hosts: slots — 3 workers, but the 2 hosts together have 2 — add hosts or slots",
         ),
         (
-            "a slots=3\nb slots=1",
+            "a slots=3\nb slots=1\nc slots=1",
             IN_TWO,
             r"hosts: slots — no host has 2 consecutive slots left for each worker of pool 'rollout', as its engine",
         ),
-        ("a slots=9", ["layout.pools.trainer.hosts=[b]"], r"layout.pools.trainer.hosts — no host matches 'b'"),
+        ("a slots=9", ["layout.pools.trainer.hosts=[b]"], r"trainer.hosts — no host matches 'b'"),
         (
             "a slots=1\nb slots=9",
             ["layout.pools.rollout.hosts=[a]"],
@@ -252,6 +253,23 @@ def test_what_does_not_fit_is_refused(text, overrides, message):
         placed(text, *overrides)
 
 
+@pytest.mark.parametrize(
+    ("override", "written", "hosts"),
+    [
+        ("layout.pools.trainer.hosts=[b]", "layout: {pools: {trainer: {hosts: [b]}}}", "a slots=9"),
+        ("limits.host_silence_s=9", "limits: {host_silence_s: 9}", TWENTY),
+    ],
+)
+def test_what_hosts_rule_out_is_told_of_its_place(override: str, written: str, hosts: str, tmp_path: Path) -> None:
+    loaded, plan = plan_recipe("quickstart", [override])
+    with pytest.raises(HostsError, match=r"^command line: "):
+        place_workers(plan, parse_hosts(hosts, "hosts"), loaded.origin)
+    (tmp_path / "mine.yaml").write_text(f"defaults: [quickstart, _self_]\n{written}\n")
+    loaded, plan = plan_recipe(str(tmp_path / "mine.yaml"), [])
+    with pytest.raises(HostsError, match=r"mine\.yaml:2: "):
+        place_workers(plan, parse_hosts(hosts, "hosts"), loaded.origin)
+
+
 @pytest.mark.parametrize("text, silence", [(TWENTY, 10), ("a\nb\nc", 1)])
 def test_hosts_may_be_silent_for_long_enough(text, silence):
     assert placed(text, f"limits.host_silence_s={silence}")
@@ -271,7 +289,7 @@ def test_an_engine_over_two_gpus_takes_two_slots():
 )
 def test_gpus_are_numbered_by_slot_on_each_host(wanted, gpus, device):
     plan = plan_recipe("quickstart", [f"layout.pools.rollout.device={wanted}"])[1]
-    assert device_of(plan.workers[0], WorkerSlot(0, 2), gpus) == device
+    assert device_of_slot(plan.workers[0], 2, gpus) == device
 
 
 def test_plan_shows_the_placement(tmp_path, capsys):

@@ -63,6 +63,39 @@ def test_agents_begin_on_hosts_that_share_the_run_folder(hosts):
     assert not list(run_dir.glob(".nonce*"))
 
 
+@pytest.mark.parametrize(
+    ("python", "why"),
+    [
+        ("/none/bin/python", "No such file or directory — correct python= on the line of localhost"),
+        ("{folder}/plain", "Permission denied — correct python="),
+        ("{folder}", "Permission denied — correct python="),
+        ("{folder}/empty", "Exec format error — correct python="),
+        ("/bin/true", "the connection was lost: exit code 0, without any output — try by hand: /bin/true -c"),
+    ],
+)
+def test_a_python_of_this_machine_that_does_not_start_is_named(tmp_path, capsys, python, why):
+    (tmp_path / "plain").touch()
+    (tmp_path / "empty").touch(mode=0o755)
+    python = python.format(folder=tmp_path)
+    (tmp_path / "hosts").write_text(f"localhost slots=3 python={python}\n")
+    runs = tmp_path / "runs"
+    assert distflow(["launch", "quickstart", "--hosts", str(tmp_path / "hosts"), "--runs-dir", str(runs)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"{tmp_path}/hosts:1: localhost — ")
+    assert why in line
+    assert not runs.exists()
+
+
+def test_without_ssh_on_this_machine_every_other_host_is_refused_by_name(tmp_path, capsys, monkeypatch):
+    (tmp_path / "hosts").write_text("localhost\nx slots=2\ny slots=2\n")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert distflow(["launch", "quickstart", "--hosts", str(tmp_path / "hosts"), "--runs-dir", str(tmp_path)]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    why = "ssh cannot be started on this machine: No such file or directory — install the OpenSSH client"
+    assert [why in line for line in lines] == [True, True]
+    assert [line.split()[1] for line in lines] == ["x", "y"]
+
+
 def test_hosts_with_folders_of_their_own_get_what_they_need(hosts, tmp_path):
     plugin = tmp_path / "own"
     plugin.mkdir()
