@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Any, Literal
 
-from distflow.config.foreign import Expression, Foreign
+from distflow.config.foreign import Foreign
 from distflow.config.foreign import shown as _shown
 from distflow.config.meanings import Meaning, Unneeded
 from distflow.config.other_tools import VERL, VERL_DEFAULTS, meant
+from distflow.config.script import Expression
 from distflow.config.together import Default, Together, mixture
 from distflow.config.trl_conversion import of_trl
 from distflow.config.trl_keys import TRL, TRL_DEFAULTS
@@ -65,7 +66,7 @@ class Converted:
 def convert(foreign: Foreign) -> Converted:
     """Make a recipe of another tool's configuration; every key of it is accounted for."""
     values = dict(foreign.given)
-    known = {key: value for key, value in values.items() if not isinstance(value, Expression)}
+    known = {key: one for key, one in values.items() if not isinstance(one, Expression) and key not in foreign.unread}
     together = of_trl(foreign, known) if foreign.tool == "TRL" else of_verl(known)
     accounts, made = [], dict(together.made)
     for key, value in values.items():
@@ -109,10 +110,8 @@ def _notes(foreign: Foreign, together: Together) -> Iterator[tuple[str, str]]:
 
 def _account(foreign: Foreign, key: str, value: Any, together: Together) -> tuple[Account, dict[str, Any]]:
     meaning = _TABLES[foreign.tool].get(key)
-    told: Mapping[Kind, Mapping[str, str]] = {"lacks": together.lacks, "says": together.says, "maps": together.settled}
-    for kind, texts in told.items():
-        if key in texts:
-            return Account(key, value, kind, texts[key]), {}
+    if (told := _told(foreign, key, value, together, meaning)) is not None:
+        return told, {}
     if meaning is None:
         word = re.split(r"[.@/]", key)[-1]
         return Account(key, value, "lacks", meant(word) or "not in the dictionary"), {}
@@ -131,6 +130,19 @@ def _account(foreign: Foreign, key: str, value: Any, together: Together) -> tupl
     except ValueError as error:
         return Account(key, value, "lacks", str(error)), {}
     return Account(key, value, "maps", f"{to}={_shown(found)}"), {to: found}
+
+
+def _told(foreign: Foreign, key: str, value: Any, together: Together, meaning: Meaning | None) -> Account | None:
+    """Return what is said of a key whatever its dictionary says."""
+    if key in foreign.unread:
+        return Account(key, value, "lacks" if isinstance(value, Expression) else "says", foreign.unread[key])
+    texts: Mapping[Kind, Mapping[str, str]] = {"lacks": together.lacks, "says": together.says, "maps": together.settled}
+    for kind, by_key in texts.items():
+        if key in by_key:
+            return Account(key, value, kind, by_key[key])
+    if value is None and meaning is not None and meaning.together:
+        return Account(key, value, "says", "null: as if it were not given")
+    return None
 
 
 def _translated(meaning: Meaning, value: Any, together: Together) -> tuple[str, Any]:
@@ -155,7 +167,7 @@ def _in_layout(key: str, together: Together) -> str:
     if together.layout == "colocated" or not key.startswith("layout.pools.worker."):
         return key
     key = key.replace(".worker.offload", ".worker.backend_options.cpu_offload")
-    pool = "trainer" if ".backend" in key else "rollout"
+    pool = "trainer" if ".backend" in key or key.endswith(".zero") else "rollout"
     return key.replace(".worker.", f".{pool}.")
 
 

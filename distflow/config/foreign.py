@@ -10,24 +10,15 @@ import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from distflow.config.script import Expression, read_script, value_of
 from distflow.config.trl_keys import TRL
 from distflow.errors import UserError
-
-
-@dataclass(frozen=True, slots=True)
-class Expression:
-    """A value that only running the script would tell."""
-
-    text: str
-
-    def __str__(self) -> str:
-        return self.text
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +37,10 @@ class Foreign:
     """Of a script, the names of its functions and classes."""
     derived: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of a script that options of `trl grpo` stand for."""
+    unread: Mapping[str, str] = field(default_factory=dict)
+    """Keys that are no arguments of the tool's, with what is to be said of them."""
+    parses: bool = False
+    """A script that takes the tool's configuration from a command line that is not known."""
 
     def expression(self, key: str) -> ast.expr | None:
         """Return the expression that a script gives for an argument, with a name that stands for one replaced by it."""
@@ -53,9 +48,22 @@ class Foreign:
         if value is None:
             return None
         node = ast.parse(str(value) if isinstance(value, Expression) else repr(value), mode="eval").body
-        while isinstance(node, ast.Name) and isinstance(self.names.get(node.id), ast.List | ast.Tuple | ast.Dict):
+        while isinstance(node, ast.Name) and isinstance(
+            self.names.get(node.id), ast.List | ast.Tuple | ast.Dict | ast.BinOp
+        ):
             node = self.names[node.id]
-        return node
+        return self._joined(node)
+
+    def _joined(self, node: ast.expr) -> ast.expr:
+        """Return the list that a sum is of which one part is a list; else the expression."""
+        if not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)):
+            return node
+        parts = [self._joined(self.made_by(one) or one) for one in (node.left, node.right)]
+        if not any(isinstance(one, ast.List | ast.Tuple) for one in parts):
+            return node
+        whole = zip(parts, (node.left, node.right), strict=True)
+        elements = [one.elts if isinstance(one, ast.List | ast.Tuple) else [ast.Starred(side)] for one, side in whole]
+        return ast.List([one for part in elements for one in part], ast.Load())
 
     def made_by(self, node: ast.expr | None) -> ast.expr | None:
         """Return the expression that a name stands for, or the node itself."""
@@ -66,12 +74,13 @@ class Foreign:
 
     def value(self, node: ast.expr) -> Any:
         """Return the literal that an expression is, or a name of the script stands for; else the expression."""
-        return _value(node, self.names)
+        return value_of(node, self.names)
 
 
 _EXPECTED = (
-    "expected a Python script (.py) that calls GRPOConfig(…) or GRPOTrainer(…), `trl grpo --OPTION VALUE …` in a shell "
-    "script, its options as YAML, or a list or shell script with verl's overrides, such as data.train_batch_size=256"
+    "expected a Python script (.py) that calls GRPOConfig(…) or GRPOTrainer(…), a shell script that runs one or `trl "
+    "grpo --OPTION VALUE …`, its options as YAML, or a list or shell script with verl's overrides, such as "
+    "data.train_batch_size=256"
 )
 _OTHER_TRAINERS = {"SFT": "sft", "DPO": "dpo", "KTO": "kto", "Reward": "reward_model", "RLOO": "rloo", "PPO": "ppo"}
 """Flows that stand for other trainers of TRL."""
@@ -96,67 +105,32 @@ def read_foreign(file: Path) -> Foreign:
     return found
 
 
-_ORDER = {
-    "GRPOTrainer": ("model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class"),
-    "GRPOConfig": ("output_dir",),
-}
-"""Arguments by position."""
-
-
-def _script(file: Path, text: str) -> Foreign:
+def _script(file: Path, text: str, options: Mapping[str, Any] | None = None) -> Foreign:
+    """Read a script; `options`: those that it is given on its command line."""
     try:
         tree = ast.parse(text, filename=str(file))
     except SyntaxError as error:
         raise UserError(f"{file}:{error.lineno}: {error.msg} — expected a Python script") from error
-    names: dict[str, ast.expr] = {}
-    imported: dict[str, str] = {}
-    defined: set[str] = set()
-    for node in ast.walk(tree):
-        match node:
-            case ast.Assign(targets=[ast.Name(id=name)], value=value):
-                names[name] = value
-            case ast.ImportFrom(module=str(module), names=aliases, level=0):
-                imported |= {alias.asname or alias.name: f"{module}:{alias.name}" for alias in aliases}
-            case ast.Import(names=aliases):
-                imported |= {alias.asname or alias.name: alias.name for alias in aliases}
-            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
-                defined.add(name)
-    given: dict[str, Any] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
-            given |= _arguments(node, names)
-    return Foreign("TRL", given, file, names, imported, frozenset(defined))
+    options = dict(options or {})
+    found = read_script(tree, options)
+    own = {key: value for key, value in options.items() if key in found.own or not found.parses}
+    given = found.given | {key: value for key, value in options.items() if key not in own}
+    if _is_parsed(given.get("peft_config")):
+        given["peft_config"] = _as_script(file, options).derived.get("peft_config")
+    given |= {f"--{key}": value for key, value in own.items()}
+    return Foreign(
+        *("TRL", given, file, found.names, found.imported, frozenset(found.defined)),
+        unread=found.unread | dict.fromkeys((f"--{key}" for key in own), _OWN_OPTION),
+        parses=found.parses and not options,
+    )
 
 
-def _arguments(node: ast.Call, names: Mapping[str, ast.expr]) -> dict[str, Any]:
-    """Return the arguments of a call of a trainer or its configuration, by name; of other calls none."""
-    called = ast.unparse(node.func).rpartition(".")[2]
-    if called not in _ORDER:
-        return {}
-    ordered = _ORDER[called]
-    given = {
-        ordered[number] if number < len(ordered) else f"{called} argument {number}": _value(one, names)
-        for number, one in enumerate(node.args)
-    }
-    for keyword in node.keywords:
-        if keyword.arg is None:
-            given[f"**{ast.unparse(keyword.value)}"] = Expression(ast.unparse(keyword.value))
-        else:
-            given[keyword.arg] = _value(keyword.value, names)
-    given.pop("args", None)
-    return given
+_OWN_OPTION = "an option of the script's own, whose value stands where the script uses it"
 
 
-def _value(node: ast.expr, names: Mapping[str, ast.expr], depth: int = 0) -> Any:
-    """The literal that an expression is, or a name of the script stands for; else the expression."""
-    try:
-        return ast.literal_eval(node)
-    except ValueError:
-        if isinstance(node, ast.Name) and node.id in names and depth < 8:
-            found = _value(names[node.id], names, depth + 1)
-            if not isinstance(found, Expression):
-                return found
-        return Expression(ast.unparse(node))
+def _is_parsed(value: Any) -> bool:
+    """Tell what TRL makes of the options for an adapter."""
+    return isinstance(value, Expression) and value.text.rpartition(".")[2].startswith("get_peft_config(")
 
 
 _OVERRIDE = re.compile(r"^[+~]{0,2}([A-Za-z_]\w*(?:[.@/][\w@/]+)+)=(.*)$", re.S)
@@ -210,15 +184,72 @@ def _options(file: Path, text: str) -> Foreign | None:
     for words in _commands(text):
         begins = next((n for n in range(len(words)) if _is_grpo(words[: n + 1])), None)
         if begins is not None:
-            given = _read_options(words[begins + 1 :])
-            config = given.get("config")
-            if isinstance(config, str):
-                beside = next((one for one in (file.parent / config, Path(config)) if one.is_file()), None)
-                if beside is None:
-                    raise UserError(f"{file}: --config {config}: there is no such file, here or beside it")
-                given = _yaml_options(beside, beside.read_text(encoding="utf-8")) | given
-            return _as_script(file, {key: value for key, value in given.items() if key not in _OF_PARSER})
+            given = _with_config(file, words[begins + 1 :])
+            return _as_script(file, given)
+        if (launched := _launched(file, words)) is not None:
+            return launched
     return None
+
+
+def _with_config(file: Path, words: list[str]) -> dict[str, Any]:
+    """Read options, and the YAML that `--config` names. Raises UserError for a file that is not there."""
+    given = _read_options(words)
+    config = given.get("config")
+    if isinstance(config, str):
+        beside = _beside(file, config)
+        if beside is None:
+            raise UserError(f"{file}: --config {config}: there is no such file, here or beside it")
+        given = _yaml_options(beside, beside.read_text(encoding="utf-8")) | given
+    return {key: value for key, value in given.items() if key not in _OF_PARSER}
+
+
+def _beside(file: Path, name: str) -> Path | None:
+    return next((one for one in (file.parent / name, Path(name)) if one.is_file()), None)
+
+
+_STARTERS = ("accelerate", "torchrun", "python", "python3", "deepspeed", "uv", "distributed.run")
+_PROCESSES = ("num_processes", "nproc_per_node", "num_gpus")
+_BACKENDS = {"DEEPSPEED": "deepspeed", "FSDP": "fsdp"}
+
+
+def _launched(file: Path, words: list[str]) -> Foreign | None:
+    """Read the script for TRL that a command runs, with its options and those of what launches it."""
+    at = next((n for n, word in enumerate(words) if word.endswith(".py")), None)
+    starts = [word for word in words[:at] if re.sub(r"[\d.]+$", "", word.rpartition("/")[2]) in _STARTERS]
+    script = _beside(file, words[at]) if at is not None and starts else None
+    if at is None or not starts:
+        return None
+    options = _with_config(file, words[at + 1 :])
+    if script is None:
+        if options.keys() & TRL.keys():
+            raise UserError(f"{file}: {words[at]}, which it runs, is neither here nor beside it")
+        return None
+    found = _script(script, script.read_text(encoding="utf-8"), options)
+    if not found.given:
+        return None
+    return replace(found, given={**found.given, **_launcher(file, words[:at])})
+
+
+def _launcher(file: Path, words: list[str]) -> dict[str, Any]:
+    """Read how many processes there are, and what divides the model: from options, and accelerate's own file."""
+    given = _read_options(words)
+    config = given.get("config_file")
+    beside = _beside(file, config) if isinstance(config, str) else None
+    if beside is not None:
+        own = _yaml_options(beside, beside.read_text(encoding="utf-8"))
+        zero = own.get("deepspeed_config")
+        given = {**own, **({"zero_stage": zero.get("zero_stage")} if isinstance(zero, dict) else {}), **given}
+    found: dict[str, Any] = {}
+    each = next((given[key] for key in _PROCESSES if isinstance(given.get(key), int)), None)
+    if each is not None:
+        nodes = given.get("nnodes", 1) if "num_processes" not in given else 1
+        found["num_processes"] = each * (nodes if isinstance(nodes, int) else 1)
+    kind = str(given.get("distributed_type", "")).upper()
+    kind = next((name for name in _BACKENDS if name in kind or given.get(f"use_{name.lower()}") is True), kind)
+    found |= {"distributed_type": kind} if kind else {}
+    if kind == "DEEPSPEED" and isinstance(given.get("zero_stage"), int):
+        found["zero_stage"] = given["zero_stage"]
+    return found
 
 
 def _is_grpo(words: list[str]) -> bool:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from typing import Any
 
-from distflow.config.foreign import Expression, Foreign, shown
+from distflow.config.foreign import Foreign, shown
 from distflow.config.other_tools import WORDS
 from distflow.config.schema import ATTENTION
+from distflow.config.script import Expression
 from distflow.config.together import Default, Together, counts_of, mixture
 from distflow.config.trl_keys import AGGREGATES, training_steps
 
@@ -21,6 +23,9 @@ _TRL_OFF = "TRL does not validate: eval_strategy is no"
 def of_trl(foreign: Foreign, given: Mapping[str, Any]) -> Together:
     """Find what follows from several arguments. `given`: those whose values are known."""
     found = Together()
+    if foreign.parses:
+        told = "convert the shell script that has it, or the YAML of --config, beside this script"
+        found.assumed.append(f"{foreign.file.name} takes its configuration from the command line: {told}")
     each = _batch(found, given)
     _workers(found, given)
     _loss(found, given)
@@ -224,14 +229,15 @@ def _correction(found: Together, given: Mapping[str, Any]) -> None:
 
 def _model(found: Together, foreign: Foreign, given: Mapping[str, Any]) -> None:
     """Map how the model is loaded, by the script itself or by TRL."""
-    loaded = foreign.made_by(foreign.expression("model"))
+    loaded, _ = _loading(foreign)
     words: dict[str, Any] = {}
     if isinstance(loaded, ast.Call) and ast.unparse(loaded.func).endswith(".from_pretrained"):
-        first = foreign.value(loaded.args[0]) if loaded.args else None
+        words = {str(one.arg): _shown_value(one.value, foreign) for one in loaded.keywords}
+        named = [words.pop(name) for name in ("pretrained_model_name_or_path", "model_name") if name in words]
+        first = foreign.value(loaded.args[0]) if loaded.args else next(iter(named), None)
         if isinstance(first, str):
             found.made["models.policy.path"] = first
             found.told.add("model")
-        words = {str(one.arg): _shown_value(one.value, foreign) for one in loaded.keywords}
     elif isinstance(path := foreign.derived.get("model"), str):
         found.made["models.policy.path"] = path
     wanted = foreign.made_by(foreign.expression("model_init_kwargs"))
@@ -257,6 +263,18 @@ def _model(found: Together, foreign: Foreign, given: Mapping[str, Any]) -> None:
     found.told |= {"model_init_kwargs", "quantization_config"} - found.lacks.keys()
 
 
+def _loading(foreign: Foreign) -> tuple[ast.expr | None, ast.Call | None]:
+    """Return what loads the model that a script hands over, and the call that adds an adapter to it."""
+    node, adapter = foreign.made_by(foreign.expression("model")), None
+    for _ in range(8):
+        match node:
+            case ast.Subscript(value=several, slice=ast.Constant(value=0)):
+                node = foreign.made_by(several)
+            case ast.Call(args=[first, *_]) if ast.unparse(node.func).rpartition(".")[2] == "get_peft_model":
+                adapter, node = node, foreign.made_by(first)
+    return node, adapter
+
+
 def _shown_value(node: ast.expr, foreign: Foreign) -> Any:
     """Return the literal that an expression is; else what it, or a name in its place, is made by."""
     value = foreign.value(node)
@@ -268,6 +286,9 @@ def _loads(found: Together, foreign: Foreign, name: str, value: Any) -> bool:
     """Map one of the words by which a model is loaded; false for one that nothing stands for."""
     if name == "attn_implementation" and (value in ATTENTION or value is None):
         found.made |= {"models.policy.attn_implementation": value} if value else {}
+        return True
+    if name == "load_in_4bit" and value is True:
+        found.made["models.policy.quantize"] = "nf4"
         return True
     if name == "quantization_config" and re.search(r"load_in_4bit['\"]?[=:] ?True", str(value)):
         found.made["models.policy.quantize"] = "nf4"
@@ -329,6 +350,10 @@ def _function(found: Together, foreign: Foreign, node: ast.expr, number: int) ->
             f"{name}(prompts, completions, **kwargs), which asks it; alone, it is a step (docs/algorithms.md)"
         )
     elif (call := _imported(foreign, text)) is not None:
+        package = call.partition(":")[0].partition(".")[0]
+        told = f"{package}, which has {call}, is not installed for the Python of this command"
+        if package and find_spec(package) is None:
+            found.assumed.append(told)
         return call.rpartition(":")[2].rpartition(".")[2], call
     elif isinstance(node, ast.Name):
         name = node.id
@@ -481,13 +506,19 @@ def _loads_dataset(found: Together, foreign: Foreign, call: ast.Call, split: str
     if first in _FORMATS or one is not None:
         return False
     found.made[f"{section}.source"] = first if first.startswith((".", "/")) else f"hub:{first}"
+    if first.endswith((".json", ".jsonl", ".csv", ".parquet")):
+        return True
     for setting, value in {"config": own.get("config", own.get("name")), "split": split}.items():
         found.made |= {f"{section}.with.{setting}": value} if isinstance(value, str) else {}
     return True
 
 
 def _adapter(found: Together, foreign: Foreign) -> None:
-    made = foreign.made_by(foreign.expression("peft_config"))
+    made, (_, added) = foreign.made_by(foreign.expression("peft_config")), _loading(foreign)
+    if made is None and added is not None:
+        of_unsloth = ("use_gradient_checkpointing", "random_state", "max_seq_length", "loftq_config")
+        words = [one for one in added.keywords if one.arg not in of_unsloth]
+        made = foreign.made_by(added.args[1]) if len(added.args) > 1 else ast.Call(ast.Name("LoraConfig"), [], words)
     if made is None or (isinstance(made, ast.Constant) and made.value is None):
         return
     if not (isinstance(made, ast.Call) and ast.unparse(made.func).rpartition(".")[2] == "LoraConfig"):

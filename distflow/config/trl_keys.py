@@ -82,6 +82,13 @@ def _as_summed(value: Any) -> Any:
     raise ValueError(f"{value} is not built: an advantage of your own (docs/custom-steps.md)")
 
 
+def _divided(value: Any) -> str:
+    """Translate what accelerate divides a model by."""
+    if value in ("DEEPSPEED", "FSDP"):
+        return str(value).lower()
+    raise Unneeded("nothing is needed: each process has the whole model, as with backend torch")
+
+
 _SIZES = Meaning("batch.prompts", "per_device_train_batch_size × steps_per_generation / num_generations", together=True)
 _UNITS = "generation batches, not optimizer steps"
 _WARMUP = Meaning(f"{_OPTIMIZER}.warmup_steps", _UNITS, together=True)
@@ -312,6 +319,8 @@ TRL: Mapping[str, Meaning] = {
     ),
     "ignore_bias_buffers": SHARDED,
     "num_processes": Meaning("layout.pools.NAME.count", "and so many times the prompts", together=True),
+    "distributed_type": Meaning("layout.pools.worker.backend", make=_divided),
+    "zero_stage": Meaning("layout.pools.worker.zero"),
 }
 """By name. What other arguments decide together is in `trl_conversion`."""
 
