@@ -293,7 +293,7 @@ def _read_options(words: list[str]) -> dict[str, Any]:
 def _as_script(file: Path, given: dict[str, Any]) -> Foreign:
     """Make of options what `trl grpo` makes of them: the arguments of a trainer."""
     derived: dict[str, Any] = {"model": given["model_name_or_path"]} if "model_name_or_path" in given else {}
-    init = {key: given[key] for key in ("dtype", "attn_implementation") if given.get(key) is not None}
+    init = {key: given[key] for key in ("dtype", "torch_dtype", "attn_implementation") if given.get(key) is not None}
     derived |= {"model_init_kwargs": init} if init else {}
     imported, functions = {}, list[str]()
     if given.get("reward_model_name_or_path"):

@@ -74,6 +74,8 @@ def option(make: Callable[[Any], Any] | None = None, *, together: bool = False, 
 
 def positive(value: Any) -> Any:
     """Take a number above 0; others switch something off."""
+    if not isinstance(value, int | float | None):
+        raise ValueError(f"{value} is no number")
     if value is None or value <= 0:
         raise Unneeded(f"{value} switches it off, as leaving it out does here")
     return value
@@ -86,7 +88,7 @@ def as_filter(value: Any) -> Any:
 
 def trackers(value: Any) -> Any:
     """Translate names of trackers."""
-    names = [value] if isinstance(value, str) else list(value or ())
+    names = list(value) if isinstance(value, list | tuple) else [value]
     known = [name for name in names if name in TRACKERS]
     if not known:
         raise Unneeded("none of them is a tracker here; metrics are always in the run's folder")

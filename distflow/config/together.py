@@ -63,6 +63,14 @@ class Together:
         self.lacks[key] = f"{shown(value)} is no number: {shown(default)} is assumed"
         return default
 
+    def count(self, given: Mapping[str, Any], key: str, default: int) -> int:
+        """Take a whole number from 1; anything else but null is told, and the default stands for it."""
+        number = self.number(given, key, default)
+        if number >= 1 and number == int(number):
+            return int(number)
+        self.lacks[key] = f"{shown(number)} is no count: {default} is assumed"
+        return default
+
     def choose(self, flow: str, key: str) -> None:
         """Take another flow than grpo, if no other key has chosen one."""
         if self.flow not in ("grpo", flow):
@@ -100,6 +108,12 @@ class Together:
             self.made[f"layout.pools.rollout.engine_options.{TENSOR_PARALLEL[engine]}"] = division.width
         self.assumed += division.told
         return division
+
+
+def word(given: Mapping[str, Any], key: str, default: str) -> str:
+    """Take a name; null: the default."""
+    value = given.get(key)
+    return default if value is None else str(value)
 
 
 def counts_of(division: Division) -> str:

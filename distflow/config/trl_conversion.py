@@ -12,7 +12,7 @@ from distflow.config.foreign import Foreign, shown
 from distflow.config.other_tools import WORDS
 from distflow.config.schema import ATTENTION
 from distflow.config.script import Expression
-from distflow.config.together import Default, Together, counts_of, mixture
+from distflow.config.together import Default, Together, counts_of, mixture, word
 from distflow.config.trl_keys import AGGREGATES, training_steps
 
 _OPTIMIZER = "models.policy.optimizer"
@@ -43,14 +43,14 @@ def of_trl(foreign: Foreign, given: Mapping[str, Any]) -> Together:
 def _batch(found: Together, given: Mapping[str, Any]) -> int:
     """Map the sizes of batches, and return how many of TRL's optimizer steps a training step has."""
     made = found.made
-    accumulation = found.number(given, "gradient_accumulation_steps", 1)
-    device = found.number(given, "per_device_train_batch_size", 8)
-    processes = found.number(given, "num_processes", 1)
+    accumulation = found.count(given, "gradient_accumulation_steps", 1)
+    device = found.count(given, "per_device_train_batch_size", 8)
+    processes = found.count(given, "num_processes", 1)
     whole = found.number(given, "generation_batch_size", 0)
     held = found.number(given, "steps_per_generation", (whole // (device * processes) or 1) if whole else accumulation)
     # Here a training step has an optimizer step at least: where TRL makes one of several generation batches, of all.
     held = max(held, accumulation)
-    samples = found.number(given, "num_generations", 8)
+    samples = found.count(given, "num_generations", 8)
     if "num_generations" in given:
         made["batch.samples_per_prompt"] = samples
     prompts = made["batch.prompts"] = int(max(1, max(whole, device * held * processes) // samples))
@@ -135,7 +135,7 @@ def _betas_and_decay(found: Together, given: Mapping[str, Any], each: int) -> No
 
 
 def _loss(found: Together, given: Mapping[str, Any]) -> None:
-    loss = given.get("loss_type", "dapo")
+    loss = word(given, "loss_type", "dapo")
     if loss not in AGGREGATES:
         found.lacks["loss_type"] = f"{loss} is not built; there are {', '.join(AGGREGATES)}, and losses of your own"
     elif "loss_type" in given:
@@ -206,7 +206,7 @@ def _correction(found: Together, given: Mapping[str, Any]) -> None:
     if not given.get(f"{vllm}correction", True):
         found.made[f"{update}tis"] = None
         return
-    mode = given.get(f"{vllm}mode", "sequence_mask")
+    mode = word(given, f"{vllm}mode", "sequence_mask")
     least = found.number(given, f"{vllm}clip_min", 0)
     most = given.get(f"{vllm}cap") or given.get(f"{vllm}clip_max", 3.0)
     names = {"token_truncate": "tis", "token_mask": "mis"}
@@ -310,12 +310,12 @@ def _items(node: ast.expr | None, foreign: Foreign) -> Iterator[tuple[str, Any]]
 
 def _functions(found: Together, foreign: Foreign, given: Mapping[str, Any]) -> None:
     expression = foreign.expression("reward_funcs")
-    if expression is None:
+    functions = expression.elts if isinstance(expression, ast.List | ast.Tuple) else [expression] if expression else []
+    if expression is None or not functions:
         told = f"there are no reward_funcs: {_FUNCTIONS} is exact_match, which compares with the column answer"
         found.assumed.append(told)
         return
     found.told.add("reward_funcs")
-    functions = expression.elts if isinstance(expression, ast.List | ast.Tuple) else [expression]
     weights = given.get("reward_weights") or [1.0] * len(functions)
     if not isinstance(weights, list) or len(weights) != len(functions):
         found.lacks["reward_weights"] = f"{shown(weights)}: there are {len(functions)} functions, which count 1 each"

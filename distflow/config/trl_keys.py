@@ -298,6 +298,7 @@ TRL: Mapping[str, Meaning] = {
     # Options of `trl grpo` besides these.
     "model_name_or_path": Meaning("models.policy.path", together=True),
     **{name: Meaning(f"models.policy.{name}", together=True) for name in ("dtype", "attn_implementation")},
+    "torch_dtype": Meaning("models.policy.dtype", together=True),
     **dict.fromkeys(("load_in_4bit", "bnb_4bit_quant_type"), Meaning("models.policy.quantize", "nf4", together=True)),
     "load_in_8bit": unbuilt("models.policy.quantize=nf4, with models.policy.lora", False),
     **dict.fromkeys(

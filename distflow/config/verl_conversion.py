@@ -7,7 +7,7 @@ from typing import Any
 
 from distflow.config.foreign import shown
 from distflow.config.other_tools import ESTIMATORS
-from distflow.config.together import REFERENCE, TENSOR_PARALLEL, Default, Together, counts_of
+from distflow.config.together import REFERENCE, TENSOR_PARALLEL, Default, Together, counts_of, word
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 _UPDATE = "flow.steps.update.with."
@@ -17,11 +17,11 @@ _KL_REWARD = "algorithm.use_kl_in_reward"
 def of_verl(given: Mapping[str, Any]) -> Together:
     """Find what follows from several keys."""
     found = Together()
-    prompts = found.number(given, "data.train_batch_size", 1024)
+    prompts = found.count(given, "data.train_batch_size", 1024)
     found.made["batch.prompts"] = prompts
-    size = found.number(given, _ACTOR + "ppo_mini_batch_size", min(prompts, 256))
+    size = found.count(given, _ACTOR + "ppo_mini_batch_size", min(prompts, 256))
     found.minibatches(prompts, prompts / size, f"{prompts} prompts do not divide into mini-batches of {size}")
-    estimator = given.get("algorithm.adv_estimator", "gae")
+    estimator = word(given, "algorithm.adv_estimator", "gae")
     if estimator in ESTIMATORS:
         found.flow = ESTIMATORS[estimator]
     else:
@@ -36,7 +36,7 @@ def of_verl(given: Mapping[str, Any]) -> Together:
 
 
 def _loss(found: Together, given: Mapping[str, Any]) -> None:
-    mode = given.get(_ACTOR + "policy_loss.loss_mode", "vanilla")
+    mode = word(given, _ACTOR + "policy_loss.loss_mode", "vanilla")
     if mode in ("gspo", "cispo"):
         found.choose(mode, _ACTOR + "policy_loss.loss_mode")
     elif mode != "vanilla":
@@ -52,13 +52,13 @@ def _loss(found: Together, given: Mapping[str, Any]) -> None:
         found.made[_UPDATE + "clip"] = clip
     coefficient = found.number(given, _ACTOR + "kl_loss_coef", 0.001) if given.get(_ACTOR + "use_kl_loss") else 0.0
     kinds = {"low_var_kl": "k3", "k3": "k3", "kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2"}
-    kind = given.get(_ACTOR + "kl_loss_type", "low_var_kl")
+    kind = word(given, _ACTOR + "kl_loss_type", "low_var_kl")
     if kind not in kinds:
         found.lacks[_ACTOR + "kl_loss_type"] = f"{kind} is not built; there are {', '.join(kinds)}"
     found.divergence(coefficient, kinds.get(kind, "k3"))
     modes = {name: name for name in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")}
     modes["seq-mean-token-sum-norm"] = "seq-mean-token-sum-norm/${flow.steps.sample.with.max_new_tokens}"
-    aggregate = given.get(_ACTOR + "loss_agg_mode", "token-mean")
+    aggregate = word(given, _ACTOR + "loss_agg_mode", "token-mean")
     if aggregate not in modes:
         found.lacks[_ACTOR + "loss_agg_mode"] = f"{aggregate} is not built; there are {', '.join(modes)}"
     elif found.flow not in ("gspo", "ppo") or _ACTOR + "loss_agg_mode" in given:
@@ -74,7 +74,7 @@ def _adapter_and_reward(found: Together, given: Mapping[str, Any]) -> None:
         found.made["models.policy.lora"] = lora
     for above in ("custom_reward_function.", "reward.custom_reward_function."):
         path = given.get(above + "path")
-        if path:
+        if isinstance(path, str):
             place = path if path.startswith(("/", "$")) else f"./{path.removeprefix('./')}"
             call, at = f"{place}:{given.get(above + 'name', 'compute_score')}", "flow.steps.reward.with.function"
             own = {key: key.removeprefix(f"{above}reward_kwargs.") for key in given}
@@ -86,9 +86,9 @@ def _adapter_and_reward(found: Together, given: Mapping[str, Any]) -> None:
 
 def _workers(found: Together, given: Mapping[str, Any]) -> None:
     strategy, width_key = _ACTOR + "strategy", _ROLLOUT + "tensor_model_parallel_size"
-    engine = {"vllm": "vllm", "sglang": "sglang"}.get(given.get(_ROLLOUT + "name", ""), "torch")
-    width = found.number(given, width_key, 1) if engine != "torch" else 1
-    hosts = found.number(given, "trainer.nnodes", 1), found.number(given, "trainer.n_gpus_per_node", 8)
+    engine = {"vllm": "vllm", "sglang": "sglang"}.get(word(given, _ROLLOUT + "name", ""), "torch")
+    width = found.count(given, width_key, 1) if engine != "torch" else 1
+    hosts = found.count(given, "trainer.nnodes", 1), found.count(given, "trainer.n_gpus_per_node", 8)
     apart = found.number(given, _ROLLOUT + "nnodes", 0) * found.number(given, _ROLLOUT + "n_gpus_per_node", hosts[1])
     division = found.divide(engine, width, hosts, apart)
     if not {"trainer.nnodes", "trainer.n_gpus_per_node"} & given.keys():

@@ -504,3 +504,11 @@ def test_lists_of_rewards_that_are_added_up(converted: Any) -> None:
     parts = yaml.safe_load(text)["flow"]["steps"]["reward"]["with"]["function"]
     assert [*parts] == ["one", "two", "k", "rewards_reward"]
     assert "# To do: reward_funcs has *made(), which only the script can tell: write an entry of" in text
+
+
+@pytest.mark.parametrize("value", [None, 0, -1, 1.5, "x", [], {}, True])
+def test_values_that_no_argument_takes_are_accounted_for(converted: Any, value: Any) -> None:
+    keys = ("loss_type", "num_generations", "report_to", "per_device_train_batch_size", "vllm_importance_sampling_mode")
+    for key in keys:
+        found, _ = converted("a.py", f"GRPOTrainer('m', [], GRPOConfig(use_vllm=True, **{ ({key: value})!r}))\n")
+        assert key in {one.key for one in found.accounts}
