@@ -15,7 +15,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from distflow.config.data_schema import DataConfig, DifficultyConfig
-from distflow.config.other_tools import VERL, Meaning, meant
+from distflow.config.meanings import Meaning
+from distflow.config.other_tools import VERL, meant
 from distflow.config.schema import LONGEST_S, BatchConfig, ModelConfig, Recipe, StepConfig
 from distflow.config.yamlfile import KeyPath, dotted
 from distflow.errors import Places, Problem, Problems, did_you_mean, nearest

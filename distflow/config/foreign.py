@@ -1,28 +1,24 @@
-"""Configurations of other tools, from their files: a TRL script, by its syntax tree alone, and verl's overrides."""
+"""Configurations of other tools as they are read: TRL's scripts, options and YAML, and verl's overrides.
+
+Nothing of them is executed: a script is known by its syntax tree alone.
+"""
 
 from __future__ import annotations
 
 import ast
+import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from distflow.config.script import Expression, read_script, value_of
+from distflow.config.trl_keys import TRL
 from distflow.errors import UserError
-
-
-@dataclass(frozen=True, slots=True)
-class Expression:
-    """A value that only running the script would tell."""
-
-    text: str
-
-    def __str__(self) -> str:
-        return self.text
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +32,58 @@ class Foreign:
     names: Mapping[str, ast.expr] = field(default_factory=dict)
     """Of a script, what its top-level names are given."""
     imported: Mapping[str, str] = field(default_factory=dict)
-    """Of a script, `module:name` by the names that it imports."""
+    """Of a script, `module:name` by the names that it imports; a module has no colon."""
+    defined: frozenset[str] = frozenset()
+    """Of a script, the names of its functions and classes."""
+    derived: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of a script that options of `trl grpo` stand for."""
+    unread: Mapping[str, str] = field(default_factory=dict)
+    """Keys that are no arguments of the tool's, with what is to be said of them."""
+    parses: bool = False
+    """A script that takes the tool's configuration from a command line that is not known."""
+
+    def expression(self, key: str) -> ast.expr | None:
+        """Return the expression that a script gives for an argument, with a name that stands for one replaced by it."""
+        value = self.derived.get(key, self.given.get(key))
+        if value is None:
+            return None
+        node = ast.parse(str(value) if isinstance(value, Expression) else repr(value), mode="eval").body
+        while isinstance(node, ast.Name) and isinstance(
+            self.names.get(node.id), ast.List | ast.Tuple | ast.Dict | ast.BinOp
+        ):
+            node = self.names[node.id]
+        return self._joined(node)
+
+    def _joined(self, node: ast.expr) -> ast.expr:
+        """Return the list that a sum is of which one part is a list; else the expression."""
+        if not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)):
+            return node
+        parts = [self._joined(self.made_by(one) or one) for one in (node.left, node.right)]
+        if not any(isinstance(one, ast.List | ast.Tuple) for one in parts):
+            return node
+        whole = zip(parts, (node.left, node.right), strict=True)
+        elements = [one.elts if isinstance(one, ast.List | ast.Tuple) else [ast.Starred(side)] for one, side in whole]
+        return ast.List([one for part in elements for one in part], ast.Load())
+
+    def made_by(self, node: ast.expr | None) -> ast.expr | None:
+        """Return the expression that a name stands for, or the node itself."""
+        depth = 0
+        while isinstance(node, ast.Name) and node.id in self.names and depth < 8:
+            node, depth = self.names[node.id], depth + 1
+        return node
+
+    def value(self, node: ast.expr) -> Any:
+        """Return the literal that an expression is, or a name of the script stands for; else the expression."""
+        return value_of(node, self.names)
+
+
+_EXPECTED = (
+    "expected a Python script (.py) that calls GRPOConfig(…) or GRPOTrainer(…), a shell script that runs one or `trl "
+    "grpo --OPTION VALUE …`, its options as YAML, or a list or shell script with verl's overrides, such as "
+    "data.train_batch_size=256"
+)
+_OTHER_TRAINERS = {"SFT": "sft", "DPO": "dpo", "KTO": "kto", "Reward": "reward_model", "RLOO": "rloo", "PPO": "ppo"}
+"""Flows that stand for other trainers of TRL."""
 
 
 def read_foreign(file: Path) -> Foreign:
@@ -45,51 +92,45 @@ def read_foreign(file: Path) -> Foreign:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{file}: cannot be read: {error} — give a TRL script, or verl's overrides") from error
-    found = _script(file, text) if file.suffix == ".py" else Foreign("verl", dict(_overrides(text)), file)
+    if file.suffix == ".py":
+        found = _script(file, text)
+    else:
+        found = _options(file, text) or Foreign("verl", dict(_overrides(text)), file)
     if not found.given:
-        raise UserError(
-            f"{file}: nothing to convert — expected a Python script (.py) that calls GRPOConfig(…) or GRPOTrainer(…), "
-            "or a list or shell script with verl's overrides, such as data.train_batch_size=256"
-        )
+        for name, flow in _OTHER_TRAINERS.items():
+            if re.search(rf"\b{name}(Config|Trainer)\b|\btrl {name.lower()}\b", text):
+                told = f"begin with flow={flow} (docs/algorithms.md, docs/supervised.md)"
+                raise UserError(f"{file}: only GRPO of TRL is converted, and this is for {name}Trainer — {told}")
+        raise UserError(f"{file}: nothing to convert — {_EXPECTED}")
     return found
 
 
-def _script(file: Path, text: str) -> Foreign:
+def _script(file: Path, text: str, options: Mapping[str, Any] | None = None) -> Foreign:
+    """Read a script; `options`: those that it is given on its command line."""
     try:
         tree = ast.parse(text, filename=str(file))
     except SyntaxError as error:
         raise UserError(f"{file}:{error.lineno}: {error.msg} — expected a Python script") from error
-    names: dict[str, ast.expr] = {}
-    imported: dict[str, str] = {}
-    for node in ast.walk(tree):
-        match node:
-            case ast.Assign(targets=[ast.Name(id=name)], value=value):
-                names[name] = value
-            case ast.ImportFrom(module=str(module), names=aliases, level=0):
-                imported |= {alias.asname or alias.name: f"{module}:{alias.name}" for alias in aliases}
-    given: dict[str, Any] = {}
-    for node in ast.walk(tree):
-        called = ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
-        if isinstance(node, ast.Call) and called in ("GRPOConfig", "GRPOTrainer"):
-            for keyword in node.keywords:
-                if keyword.arg is None:
-                    given[f"**{ast.unparse(keyword.value)}"] = Expression(ast.unparse(keyword.value))
-                elif keyword.arg != "args":
-                    given[keyword.arg] = value_of(keyword.value, names)
-            given |= {f"{called} argument {n}": Expression(ast.unparse(one)) for n, one in enumerate(node.args)}
-    return Foreign("TRL", given, file, names, imported)
+    options = dict(options or {})
+    found = read_script(tree, options)
+    own = {key: value for key, value in options.items() if key in found.own or not found.parses}
+    given = found.given | {key: value for key, value in options.items() if key not in own}
+    if _is_parsed(given.get("peft_config")):
+        given["peft_config"] = _as_script(file, options).derived.get("peft_config")
+    given |= {f"--{key}": value for key, value in own.items()}
+    return Foreign(
+        *("TRL", given, file, found.names, found.imported, frozenset(found.defined)),
+        unread=found.unread | dict.fromkeys((f"--{key}" for key in own), _OWN_OPTION),
+        parses=found.parses and not options,
+    )
 
 
-def value_of(node: ast.expr, names: Mapping[str, ast.expr], depth: int = 0) -> Any:
-    """The literal that an expression is, or a name of the script stands for; else the expression."""
-    try:
-        return ast.literal_eval(node)
-    except ValueError:
-        if isinstance(node, ast.Name) and node.id in names and depth < 8:
-            found = value_of(names[node.id], names, depth + 1)
-            if not isinstance(found, Expression):
-                return found
-        return Expression(ast.unparse(node))
+_OWN_OPTION = "an option of the script's own, whose value stands where the script uses it"
+
+
+def _is_parsed(value: Any) -> bool:
+    """Tell what TRL makes of the options for an adapter."""
+    return isinstance(value, Expression) and value.text.rpartition(".")[2].startswith("get_peft_config(")
 
 
 _OVERRIDE = re.compile(r"^[+~]{0,2}([A-Za-z_]\w*(?:[.@/][\w@/]+)+)=(.*)$", re.S)
@@ -97,8 +138,8 @@ _VARIABLE = re.compile(r"^(?:export\s+)?([A-Za-z_]\w*)=(.*)$", re.S)
 _USE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?-([^}]*))?\})")
 
 
-def _overrides(text: str) -> Iterator[tuple[str, Any]]:
-    """Yield the keys and values of overrides, with the variables that the script itself gives."""
+def _commands(text: str) -> Iterator[list[str]]:
+    """Yield the words of each line of a shell script, with the variables that the script itself gives."""
     variables: dict[str, str] = {}
 
     def filled(value: str) -> str:
@@ -113,11 +154,172 @@ def _overrides(text: str) -> Iterator[tuple[str, Any]]:
             words = shlex.split(line, comments=True)
         except ValueError:
             words = line.split()
-        for word in words:
-            if (override := _OVERRIDE.match(word)) is not None:
-                yield override[1], _plain(filled(override[2]))
-            elif (variable := _VARIABLE.match(word)) is not None:
-                variables[variable[1]] = filled(variable[2])
+        full = []
+        for word in map(filled, words):
+            full.append(word)
+            if (variable := _VARIABLE.match(word)) is not None:
+                variables[variable[1]] = variable[2]
+        yield full
+
+
+def _overrides(text: str) -> Iterator[tuple[str, Any]]:
+    """Yield the keys and values of verl's overrides."""
+    for words in _commands(text):
+        for override in map(_OVERRIDE.match, words):
+            if override is not None:
+                yield override[1], _plain(override[2])
+
+
+_OF_PARSER = ("config", "env")
+"""Options that are no arguments of the trainer."""
+_LISTS = ("reward_funcs", "lora_target_modules", "report_to", "reward_weights")
+_ENDS = re.compile(r"^(\||\|\||&&?|;|\d?>.*|\$@)$")
+
+
+def _options(file: Path, text: str) -> Foreign | None:
+    """Read `trl grpo` and its options, or a YAML file of them; None where there is neither."""
+    if file.suffix in (".yaml", ".yml"):
+        given = _yaml_options(file, text)
+        return _as_script(file, given) if given.keys() & TRL.keys() else None
+    for words in _commands(text):
+        begins = next((n for n in range(len(words)) if _is_grpo(words[: n + 1])), None)
+        if begins is not None:
+            given = _with_config(file, words[begins + 1 :])
+            return _as_script(file, given)
+        if (launched := _launched(file, words)) is not None:
+            return launched
+    return None
+
+
+def _with_config(file: Path, words: list[str]) -> dict[str, Any]:
+    """Read options, and the YAML that `--config` names. Raises UserError for a file that is not there."""
+    given = _read_options(words)
+    config = given.get("config")
+    if isinstance(config, str):
+        beside = _beside(file, config)
+        if beside is None:
+            raise UserError(f"{file}: --config {config}: there is no such file, here or beside it")
+        given = _yaml_options(beside, beside.read_text(encoding="utf-8")) | given
+    return {key: value for key, value in given.items() if key not in _OF_PARSER}
+
+
+def _beside(file: Path, name: str) -> Path | None:
+    return next((one for one in (file.parent / name, Path(name)) if one.is_file()), None)
+
+
+_STARTERS = ("accelerate", "torchrun", "python", "python3", "deepspeed", "uv", "distributed.run")
+_PROCESSES = ("num_processes", "nproc_per_node", "num_gpus")
+_BACKENDS = {"DEEPSPEED": "deepspeed", "FSDP": "fsdp"}
+
+
+def _launched(file: Path, words: list[str]) -> Foreign | None:
+    """Read the script for TRL that a command runs, with its options and those of what launches it."""
+    at = next((n for n, word in enumerate(words) if word.endswith(".py")), None)
+    starts = [word for word in words[:at] if re.sub(r"[\d.]+$", "", word.rpartition("/")[2]) in _STARTERS]
+    script = _beside(file, words[at]) if at is not None and starts else None
+    if at is None or not starts:
+        return None
+    options = _with_config(file, words[at + 1 :])
+    if script is None:
+        if options.keys() & TRL.keys():
+            raise UserError(f"{file}: {words[at]}, which it runs, is neither here nor beside it")
+        return None
+    found = _script(script, script.read_text(encoding="utf-8"), options)
+    if not found.given:
+        return None
+    return replace(found, given={**found.given, **_launcher(file, words[:at])})
+
+
+def _launcher(file: Path, words: list[str]) -> dict[str, Any]:
+    """Read how many processes there are, and what divides the model: from options, and accelerate's own file."""
+    given = _read_options(words)
+    config = given.get("config_file")
+    beside = _beside(file, config) if isinstance(config, str) else None
+    if beside is not None:
+        own = _yaml_options(beside, beside.read_text(encoding="utf-8"))
+        zero = own.get("deepspeed_config")
+        given = {**own, **({"zero_stage": zero.get("zero_stage")} if isinstance(zero, dict) else {}), **given}
+    found: dict[str, Any] = {}
+    each = next((given[key] for key in _PROCESSES if isinstance(given.get(key), int)), None)
+    if each is not None:
+        nodes = given.get("nnodes", 1) if "num_processes" not in given else 1
+        found["num_processes"] = each * (nodes if isinstance(nodes, int) else 1)
+    kind = str(given.get("distributed_type", "")).upper()
+    kind = next((name for name in _BACKENDS if name in kind or given.get(f"use_{name.lower()}") is True), kind)
+    found |= {"distributed_type": kind} if kind else {}
+    if kind == "DEEPSPEED" and isinstance(given.get("zero_stage"), int):
+        found["zero_stage"] = given["zero_stage"]
+    return found
+
+
+def _is_grpo(words: list[str]) -> bool:
+    """Tell the end of `trl grpo`, or of `python …/trl/scripts/grpo.py`."""
+    return [word.rpartition("/")[2] for word in words[-2:]] == ["trl", "grpo"] or (
+        words[-1].endswith(("trl/scripts/grpo.py", "trl.scripts.grpo"))
+    )
+
+
+def _yaml_options(file: Path, text: str) -> dict[str, Any]:
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UserError(f"{file}: {error} — expected YAML with TRL's options, or verl's overrides") from error
+    own = value.items() if isinstance(value, dict) else ()
+    return {str(key): _plain(one) if isinstance(one, str) else one for key, one in own if key not in _OF_PARSER}
+
+
+def _read_options(words: list[str]) -> dict[str, Any]:
+    """Read `--key value …`, `--key=value`, `--flag` and `--no_flag`, up to the end of the command."""
+    given: dict[str, list[Any]] = {}
+    key = ""
+    for word in words:
+        if _ENDS.match(word):
+            break
+        if word.startswith("--"):
+            key, equals, value = word[2:].partition("=")
+            key = key.replace("-", "_")
+            given[key] = [_plain(value)] if equals else []
+        elif key:
+            given[key].append(_plain(word))
+    found: dict[str, Any] = {}
+    for key, values in given.items():
+        if not values:
+            found |= {key[3:]: False} if key.startswith("no_") and key[3:] in TRL else {key: True}
+        else:
+            found[key] = values if key in _LISTS or len(values) > 1 else values[0]
+    return found
+
+
+def _as_script(file: Path, given: dict[str, Any]) -> Foreign:
+    """Make of options what `trl grpo` makes of them: the arguments of a trainer."""
+    derived: dict[str, Any] = {"model": given["model_name_or_path"]} if "model_name_or_path" in given else {}
+    init = {key: given[key] for key in ("dtype", "torch_dtype", "attn_implementation") if given.get(key) is not None}
+    derived |= {"model_init_kwargs": init} if init else {}
+    imported, functions = {}, list[str]()
+    if given.get("reward_model_name_or_path"):
+        functions.append(repr(given["reward_model_name_or_path"]))
+    listed = given.get("reward_funcs") or []
+    for name in [listed] if isinstance(listed, str) else listed:
+        module, dot, word = str(name).rpartition(".")
+        imported[word] = f"{module if dot else 'trl.rewards'}:{word}"
+        punishes = word == "get_soft_overlong_punishment"
+        functions.append(f"{word}(max_completion_len=1280, soft_punish_cache=256)" if punishes and not dot else word)
+    derived |= {"reward_funcs": Expression(f"[{', '.join(functions)}]")} if functions else {}
+    if given.get("dataset_name"):
+        parts = [repr(given["dataset_name"])] + [repr(given[key]) for key in ("dataset_config",) if given.get(key)]
+        for key, split, usual in (
+            ("train_dataset", "dataset_train_split", "train"),
+            ("eval_dataset", "dataset_test_split", "test"),
+        ):
+            if key == "train_dataset" or given.get("eval_strategy", "no") not in ("no", False):
+                derived[key] = Expression(f"load_dataset({', '.join(parts)}, split={given.get(split, usual)!r})")
+    if given.get("use_peft"):
+        usual_lora = {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "lora_target_modules": None}
+        own = {**usual_lora, **{key: value for key, value in given.items() if "lora" in key or key == "use_dora"}}
+        names = {"lora_r": "r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout"}
+        words = [f"{names.get(key, key.removeprefix('lora_'))}={value!r}" for key, value in own.items()]
+        derived["peft_config"] = Expression(f"LoraConfig({', '.join(words)})")
+    return Foreign("TRL", given, file, imported=imported, derived=derived)
 
 
 def _plain(text: str) -> Any:
@@ -129,3 +331,12 @@ def _plain(text: str) -> Any:
     if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
         return float(value)
     return value
+
+
+def shown(value: Any) -> str:
+    """Write a value in one line, as YAML."""
+    if isinstance(value, Expression):
+        return " ".join(str(value).split())
+    text = yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("...\n").strip()
+    # In a comment it has one line.
+    return json.dumps(value, ensure_ascii=False) if "\n" in text else text

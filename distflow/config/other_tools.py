@@ -2,13 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
+
+from distflow.config.meanings import ALWAYS as _ALWAYS
+from distflow.config.meanings import CUT as _CUT
+from distflow.config.meanings import DIVERGENCE as _DIVERGENCE
+from distflow.config.meanings import DUAL_CUT as _DUAL_CUT
+from distflow.config.meanings import FOLDER as _FOLDER
+from distflow.config.meanings import LORA as _LORA
+from distflow.config.meanings import NO_DROPOUT as _NO_DROPOUT
+from distflow.config.meanings import NOT_BUILT as _NOT_BUILT
+from distflow.config.meanings import NOTHING as _NOTHING
+from distflow.config.meanings import OFF as _OFF
+from distflow.config.meanings import RESUME as _RESUME
+from distflow.config.meanings import SHARDED as _SHARDED
+from distflow.config.meanings import SLEEPS as _SLEEPS
+from distflow.config.meanings import SPEED as _SPEED
+from distflow.config.meanings import TRACKERS as _TRACKERS
+from distflow.config.meanings import TURNS as _TURNS
+from distflow.config.meanings import TYPES as _TYPES
+from distflow.config.meanings import Meaning, Unneeded
+from distflow.config.meanings import as_filter as _filter
+from distflow.config.meanings import one_of as _one_of
+from distflow.config.meanings import option as _option
+from distflow.config.meanings import positive as _positive
+from distflow.config.meanings import trackers as _trackers
+from distflow.config.meanings import true_as as _if
+from distflow.config.trl_keys import trl_hint
 
 _EVALUATION = "val.every (docs/validation.md)"
 _ADAPTERS = "models.policy.lora.rank=16, with models.policy.lora.alpha=32"
 _RANK, _ALPHA = "models.policy.lora.rank", "models.policy.lora.alpha"
-_TRACKERS = ("wandb", "tensorboard", "mlflow", "swanlab", "trackio")
 _LOGGERS = ("logger", "report_to")
 _ESTIMATOR_WORDS = ("algorithm", "algo", "adv_estimator", "advantage_estimator", "estimator")
 ESTIMATORS = {
@@ -17,10 +42,6 @@ ESTIMATORS = {
     "reinforce_baseline": "reinforce_plus_plus_baseline",
 }
 """Flows by the names of the advantage estimators of verl, and of OpenRLHF."""
-_TURNS = (
-    "a generate step of your own, which calls tools or an environment and generates turn by turn: "
-    "flow.steps.sample.call=./file.py:NAME (docs/generate-steps.md)"
-)
 _STOP = "flow.steps.sample.with.stop_token_ids, as [151643]; shipped steps take the model's end tokens, too"
 _ENGINE = "layout.pools.rollout.engine={0}, or with layout=colocated layout.pools.worker.engine={0}"
 _FOUR_BITS = "models.policy.quantize=nf4, with models.policy.lora, as {rank: 16, alpha: 32}"
@@ -62,15 +83,15 @@ WORDS: Mapping[str, str] = {
     "lora_alpha": _ALPHA,
     **dict.fromkeys(("qlora", "load_in_4bit", "bnb_4bit"), _FOUR_BITS),
     **dict.fromkeys(("lora_target_modules", "target_modules"), "models.policy.lora.targets"),
-    "lora_dropout": "adapters have no dropout: log-probs of a batch would differ from call to call",
+    "lora_dropout": _NO_DROPOUT,
     **dict.fromkeys(("ppo_epochs", "num_iterations", "num_ppo_epochs", "update_epochs"), _EPOCHS),
     **dict.fromkeys(("mini_batch_size", "ppo_mini_batch_size", "num_mini_batches", "minibatches"), _UPDATES),
     **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs", "total_epochs"), _STEPS),
     **dict.fromkeys(("max_steps", "total_steps", "num_steps", "total_training_steps", "num_training_steps"), _STEPS),
     **dict.fromkeys(("batch_size", "train_batch_size", "rollout_batch_size", "global_batch_size"), _PROMPTS),
     **dict.fromkeys(("n", "num_generations", "group_size", "num_return_sequences", "n_samples_per_prompt"), _SAMPLES),
-    **dict.fromkeys(("micro_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps"), _MICRO),
-    **dict.fromkeys(("ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu", "micro_train_batch_size"), _MICRO),
+    **dict.fromkeys(("micro_batch_size", "micro_train_batch_size"), _MICRO),
+    **dict.fromkeys(("ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu"), _MICRO),
     **dict.fromkeys(("learning_rate", "actor_learning_rate"), _LR),
     **dict.fromkeys(("beta", "kl_coef", "kl_loss_coef", "init_kl_coef", "kl_ctl", "use_kl_loss"), _KL),
     **dict.fromkeys(("clip_ratio", "cliprange", "clip_range", "epsilon", "eps_clip", "clip_eps"), _CLIP),
@@ -132,11 +153,11 @@ WORDS: Mapping[str, str] = {
     ),
     **dict.fromkeys(("fsdp", "fsdp_config"), "layout.pools.trainer.backend=fsdp"),
     **dict.fromkeys(
-        ("tensor_parallel_size", "tensor_model_parallel_size", "vllm_tensor_parallel_size", "tp"),
+        ("tensor_parallel_size", "tensor_model_parallel_size", "tp"),
         "layout.pools.NAME.engine_options={tensor_parallel_size: 2} of vllm, {tensor_parallel: 2} of sglang",
     ),
     **dict.fromkeys(
-        ("gpu_memory_utilization", "vllm_gpu_memory_utilization", "mem_fraction_static"),
+        ("gpu_memory_utilization", "mem_fraction_static"),
         "layout.pools.NAME.engine_options={gpu_memory_utilization: 0.6} of vllm, {memory_fraction: 0.6} of sglang",
     ),
     **dict.fromkeys(
@@ -162,54 +183,15 @@ WORDS: Mapping[str, str] = {
 def meant(word: str, value: object = None) -> str:
     """Say what a word of another tool is here; empty for a word that is not known. `value`: what it is given."""
     text = WORDS.get(word.lower(), "")
+    if not text:
+        return trl_hint(word, value)
     if word.lower() in _LOGGERS:
         named = [name for name in _TRACKERS if name in (value if isinstance(value, list | tuple) else [value])]
         text = " and ".join(WORDS[name] for name in named) or text
     if word.lower() in _ESTIMATOR_WORDS and str(value) in ESTIMATORS:
         text = f"flow={ESTIMATORS[str(value)]}"
-    if not text:
-        return ""
     is_key = " " not in text or text.startswith(("run.", "batch.", "flow", "models.", "layout.", "data."))
     return f"did you mean {text}?" if is_key else text
-
-
-class Unneeded(ValueError):
-    """A value for which nothing needs to be written here; the text says why."""
-
-
-class Meaning(NamedTuple):
-    """What a key of another tool's configuration is here."""
-
-    to: str = ""
-    """A key of a recipe; empty if none stands for it."""
-    text: str = ""
-    """What is to be said of it: which value, or why there is no key."""
-    make: Callable[[Any], Any] | None = None
-    """Its value here, of its value there; None: the same. Raises ValueError, with the reason, for one without a
-    counterpart, and `Unneeded` for one that needs none."""
-    together: bool = False
-    """The value here follows from several keys there."""
-    options: Mapping[str, str] = {}
-    """Of an engine's option, its name by engine; `to` is the section in which it stands."""
-
-
-def _one_of(**names: Any) -> Callable[[Any], Any]:
-    """Translate names; `true` and `false` stand for these values."""
-
-    def make(value: Any) -> Any:
-        found = names.get(str(value).lower() if isinstance(value, bool) else str(value))
-        if found is None:
-            raise ValueError(f"{value} has no counterpart here; there are {', '.join(names)}")
-        return found
-
-    return make
-
-
-_TYPES = _one_of(
-    **{name: "bfloat16" for name in ("bfloat16", "bf16")},
-    **{name: "float32" for name in ("float32", "fp32")},
-    **{name: "float16" for name in ("float16", "fp16", "half")},
-)
 
 
 def _masters(value: Any) -> Any:
@@ -219,156 +201,12 @@ def _masters(value: Any) -> Any:
     return found
 
 
-def _option(make: Callable[[Any], Any] | None = None, *, together: bool = False, **names: str) -> Meaning:
-    """An option of engines, by the names that it has there."""
-    text = "; ".join(f"{engine}: {name}" for engine, name in names.items())
-    return Meaning("layout.pools.worker.engine_options", text, make, together, names)
-
-
-def _positive(value: Any) -> Any:
-    if value is None or value <= 0:
-        raise Unneeded(f"{value} switches it off, as leaving it out does here")
-    return value
-
-
-def _filter(value: Any) -> Any:
-    return 0 if value in (None, -1) else value
-
-
-def _trackers(value: Any) -> Any:
-    names = [value] if isinstance(value, str) else list(value or ())
-    known = [name for name in names if name in _TRACKERS]
-    if not known:
-        raise Unneeded("none of them is a tracker here; metrics are always in the run's folder")
-    return dict.fromkeys(known, True)
-
-
-def _if(text: str, then: Any) -> Callable[[Any], Any]:
-    """Translate true to `then`; for false `text` says why nothing is written."""
-
-    def make(value: Any) -> Any:
-        if not value:
-            raise Unneeded(text)
-        return then
-
-    return make
-
-
-_OFF = "off here, too, unless it is written"
-_ALWAYS = "always so here"
-_NOTHING = "nothing stands for it, and none is needed: "
-_MEMORY = Meaning(text=_NOTHING + "micro-batches are cut by batch.tokens_per_microbatch, and the result is the same")
-_SHARDED = Meaning(text=_NOTHING + "where a model or its optimizer lies is the backend's affair (docs/backends.md)")
-_SPEED = Meaning(text=_NOTHING + "it changes speed, not results; options of engines: layout.pools.NAME.engine_options")
-_FOLDER = Meaning(text="on the command line: --runs-dir DIR")
-_RESUME = Meaning(text="on the command line: --run NAME --resume")
-_SIZES = Meaning("batch.prompts", "per_device_train_batch_size × steps_per_generation / num_generations", together=True)
-_UPDATED = Meaning("batch.minibatches", "optimizer steps of a generation batch", together=True)
-_CUT = Meaning("flow.steps.update.with.clip", "[below, above], of verl [below, above, dual]", together=True)
-_DIVERGENCE = Meaning("flow.steps.update.with.kl_coef", "with flow=grpo_kl; 0: flow=grpo", together=True)
-_LORA = Meaning("models.policy.lora", together=True)
 _OFFLOADED = Meaning(
     "layout.pools.worker.offload",
     "with layout=split layout.pools.trainer.backend_options.cpu_offload",
     make=_if(_OFF, True),
 )
-_SLEEPS = "with layout=colocated layout.pools.worker.offload=true: the engine leaves the GPU while the worker trains"
-_NOT_BUILT = "not built"
-_WARMUP = "models.policy.optimizer.warmup_steps = ratio × run.training_steps"
-
-TRL: Mapping[str, Meaning] = {
-    "model": Meaning("models.policy.path"),
-    "reward_funcs": Meaning("flow.steps.reward.with.function", "by name, each with its weight", together=True),
-    "reward_weights": Meaning("flow.steps.reward.with.function.NAME.weight", together=True),
-    "train_dataset": Meaning("data.source", together=True),
-    "eval_dataset": Meaning("val.data.source", together=True),
-    "peft_config": _LORA,
-    "processing_class": Meaning(text="the tokenizer in the model's folder, or models.policy.tokenizer"),
-    "output_dir": _FOLDER,
-    "run_name": Meaning("run.name"),
-    "resume_from_checkpoint": _RESUME,
-    "per_device_train_batch_size": _SIZES,
-    "gradient_accumulation_steps": _SIZES,
-    "generation_batch_size": _SIZES,
-    "steps_per_generation": _UPDATED,
-    "num_generations": Meaning("batch.samples_per_prompt"),
-    "num_iterations": Meaning("batch.epochs"),
-    "max_steps": Meaning("run.training_steps", "generation batches, not optimizer steps", together=True),
-    "num_train_epochs": Meaning(text="run.training_steps = rows of the data × passes / batch.prompts"),
-    "max_completion_length": Meaning("flow.steps.sample.with.max_new_tokens"),
-    "max_prompt_length": Meaning("data.max_prompt_tokens"),
-    "temperature": Meaning("flow.steps.sample.with.temperature"),
-    "top_p": Meaning("flow.steps.sample.with.top_p"),
-    "top_k": Meaning("flow.steps.sample.with.top_k", make=_filter),
-    **{name: Meaning(f"flow.steps.sample.with.{name}") for name in ("min_p", "repetition_penalty")},
-    "generation_kwargs": Meaning("flow.steps.sample.with.stop", "and others, each by its name here", together=True),
-    "chat_template_kwargs": Meaning("data.chat_template_args"),
-    "shuffle_dataset": Meaning("data.shuffle"),
-    "learning_rate": Meaning("models.policy.optimizer.lr"),
-    "lr_scheduler_type": Meaning(
-        "models.policy.optimizer.schedule", make=_one_of(constant="constant", linear="linear", cosine="cosine")
-    ),
-    "warmup_steps": Meaning("models.policy.optimizer.warmup_steps"),
-    "warmup_ratio": Meaning(text=_WARMUP),
-    "weight_decay": Meaning("models.policy.optimizer.weight_decay"),
-    **dict.fromkeys(("adam_beta1", "adam_beta2"), Meaning("models.policy.optimizer.betas", together=True)),
-    "adam_epsilon": Meaning("models.policy.optimizer.eps"),
-    "max_grad_norm": Meaning("models.policy.optimizer.max_grad_norm"),
-    "optim": Meaning(text=_NOTHING + "AdamW, in float32"),
-    "beta": _DIVERGENCE,
-    "epsilon": _CUT,
-    "epsilon_high": _CUT,
-    "loss_type": Meaning("flow.steps.update.with.aggregate", "cispo: flow=cispo", together=True),
-    "scale_rewards": Meaning(
-        "flow.steps.advantage.with.normalize",
-        make=_one_of(group="group_std", true="group_std", none="none", false="none"),
-    ),
-    "importance_sampling_level": Meaning("flow", "sequence: flow=gspo", together=True),
-    "mask_truncated_completions": Meaning("batch.mask_truncated", make=_if(_OFF, "loss")),
-    "entropy_coef": Meaning("flow.steps.update.with.entropy_coef"),
-    "use_vllm": Meaning(
-        "layout.pools.worker.engine", "vllm", make=_if("the engine is torch unless it is named", "vllm")
-    ),
-    "vllm_mode": Meaning("layout", "colocate: layout=colocated; server: layout=split", together=True),
-    "vllm_tensor_parallel_size": _option(vllm="tensor_parallel_size", together=True),
-    "vllm_gpu_memory_utilization": _option(vllm="gpu_memory_utilization"),
-    "vllm_max_model_length": _option(vllm="max_model_len"),
-    "vllm_enable_sleep_mode": Meaning(text=_SLEEPS),
-    **dict.fromkeys(("vllm_server_host", "vllm_server_port"), Meaning(text=_NOTHING + "engines are workers")),
-    "vllm_importance_sampling_correction": Meaning(text=_ALWAYS + ": flow.steps.update.with.tis, auto"),
-    "bf16": Meaning("models.policy.dtype", make=_if("float32 unless it is written", "bfloat16")),
-    "fp16": Meaning(text="training in float16 is refused: models.policy.dtype=bfloat16"),
-    "gradient_checkpointing": Meaning("models.policy.gradient_checkpointing"),
-    "seed": Meaning("run.seed"),
-    "save_steps": Meaning("run.save_every"),
-    "save_total_limit": Meaning("run.keep_checkpoints"),
-    "save_strategy": Meaning(text="run.save_every=N, or leave it out: the last step is saved in any case"),
-    "report_to": Meaning("run.trackers", make=_trackers),
-    **dict.fromkeys(
-        ("logging_steps", "logging_strategy", "logging_first_step", "disable_tqdm"),
-        Meaning(text=_NOTHING + "every training step has a line of metrics"),
-    ),
-    **dict.fromkeys(
-        ("log_completions", "num_completions_to_print", "log_unique_prompts"),
-        Meaning(text=_NOTHING + "samples are in the run's folder: `distflow rollouts`"),
-    ),
-    "eval_steps": Meaning("val.every"),
-    "eval_strategy": Meaning(text="val.every=N, with a section val"),
-    **dict.fromkeys(
-        ("dataloader_num_workers", "dataloader_pin_memory", "remove_unused_columns", "use_cpu", "use_liger_kernel"),
-        _SPEED,
-    ),
-    "ddp_find_unused_parameters": _SHARDED,
-    "deepspeed": Meaning(text="layout.pools.NAME.backend=deepspeed and zero: 0 to 3"),
-    "fsdp": Meaning(text="layout.pools.NAME.backend=fsdp"),
-    "push_to_hub": Meaning(text="after the run: distflow export"),
-    **dict.fromkeys(
-        ("tools", "environment_factory", "rollout_func", "max_tool_calling_iterations"), Meaning(text=_TURNS)
-    ),
-    "callbacks": Meaning(text="run.trackers, run.stop_when, or a client of the run (docs/python.md)"),
-}
-"""Arguments of TRL's GRPOTrainer and GRPOConfig, 1.16."""
-
+_MEMORY = Meaning(text=_NOTHING + "micro-batches are cut by batch.tokens_per_microbatch, and the result is the same")
 _OF_VLLM = ("max_num_batched_tokens", "enforce_eager", "enable_prefix_caching")
 _ACTOR, _ROLLOUT, _REF = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.ref."
 VERL: Mapping[str, Meaning] = {
@@ -448,7 +286,7 @@ VERL: Mapping[str, Meaning] = {
     _ACTOR + "clip_ratio": _CUT,
     _ACTOR + "clip_ratio_low": _CUT,
     _ACTOR + "clip_ratio_high": _CUT,
-    _ACTOR + "clip_ratio_c": _CUT,
+    _ACTOR + "clip_ratio_c": _DUAL_CUT,
     _ACTOR + "loss_agg_mode": Meaning("flow.steps.update.with.aggregate", together=True),
     _ACTOR + "policy_loss.loss_mode": Meaning("flow", "gspo: flow=gspo; cispo: flow=cispo", together=True),
     _ACTOR + "entropy_coeff": Meaning("flow.steps.update.with.entropy_coef"),
@@ -569,28 +407,18 @@ VERL: Mapping[str, Meaning] = {
 }
 """Keys of verl's main_ppo, 0.9.1."""
 
-DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "TRL": {
-        "learning_rate": 1e-6,
-        "lr_scheduler_type": "linear",
-        "max_completion_length": 512,
-        "bf16": True,
-        "gradient_checkpointing": True,
-    },
-    "verl": {
-        "data.max_response_length": 512,
-        "actor_rollout_ref.model.enable_gradient_checkpointing": True,
-        _ACTOR + "optim.lr": 1e-6,
-        _ACTOR + "optim.weight_decay": 0.01,
-        _ACTOR + "clip_ratio_c": 3.0,
-        _ACTOR + "fsdp_config.dtype": "bfloat16",
-        _ROLLOUT + "dtype": "bfloat16",
-        _ROLLOUT + "val_kwargs.temperature": 0,
-        "algorithm.rollout_correction.rollout_is": None,
-        "critic.optim.lr": 1e-5,
-        "critic.optim.weight_decay": 0.01,
-        "critic.fsdp.dtype": "bfloat16",
-        "critic.model.enable_gradient_checkpointing": True,
-    },
+VERL_DEFAULTS: Mapping[str, Any] = {
+    "data.max_response_length": 512,
+    "actor_rollout_ref.model.enable_gradient_checkpointing": True,
+    _ACTOR + "optim.lr": 1e-6,
+    _ACTOR + "optim.weight_decay": 0.01,
+    _ACTOR + "fsdp_config.dtype": "bfloat16",
+    _ROLLOUT + "dtype": "bfloat16",
+    _ROLLOUT + "val_kwargs.temperature": 0,
+    "critic.optim.lr": 1e-5,
+    "critic.optim.weight_decay": 0.01,
+    "critic.fsdp.dtype": "bfloat16",
+    "critic.model.enable_gradient_checkpointing": True,
 }
-"""By tool, what holds there unless it is given, where another value would hold here."""
+"""What verl takes where nothing is said, and that is another value here; `verl_conversion` adds what follows from
+several keys."""

@@ -228,7 +228,8 @@ def _first_prompt(plan: Plan, where: str) -> str:
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path))
 def convert(file: Path) -> int:
-    """Print a recipe made of FILE: a TRL script (.py, read and never run), or verl's overrides, listed or in a script.
+    """Print a recipe made of FILE: a TRL script (.py, read and never run), a shell script that runs one or `trl grpo`,
+    its options as YAML, or verl's overrides, listed or in a script.
 
     Comments say what became of each key: what it is here, or why it does not map.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,17 @@ import pytest
 import yaml
 
 from distflow.config.check import key_of, section_at
-from distflow.config.conversion import Converted, convert, written
+from distflow.config.conversion import Converted
 from distflow.config.foreign import read_foreign
-from distflow.config.other_tools import TRL, VERL, WORDS, Meaning
-from distflow.flow.recipe_check import plan_recipe
+from distflow.config.meanings import ALWAYS, NOT_BUILT, NOTHING, Meaning
+from distflow.config.other_tools import VERL, WORDS
+from distflow.config.trl_keys import TRL
 from distflow.flow.resolve import find_source
 from distflow.flow.step_declaration import read_declaration, read_parameters
 from distflow.workers.backends.backend_options import FsdpBackendOptions
 from distflow.workers.engines.sglang_options import SGLangOptions
 from distflow.workers.engines.vllm_options import VLLMOptions
+from tests.config.conftest import planned
 
 VERL_SCRIPT = """
 set -x
@@ -58,49 +61,6 @@ SAYING = {
     *("algorithm.use_kl_in_reward", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", "trainer.test_freq"),
     "actor_rollout_ref.rollout.gpu_memory_utilization",
 }
-TRL_SCRIPT = """
-import functools
-from datasets import Dataset
-from peft import LoraConfig
-from trl import GRPOConfig, GRPOTrainer
-raise SystemExit("this is never run")
-
-dataset = Dataset.from_list([{"prompt": "1="}])
-LR = 5e-6
-def by_length(completions, **kwargs): return [0.0] * len(completions)
-bounded = functools.partial(by_length, bound=3)
-rewards = [by_length, bounded]
-args = GRPOConfig(
-    output_dir="out", learning_rate=LR, per_device_train_batch_size=16, gradient_accumulation_steps=2,
-    steps_per_generation=4, num_generations=4, max_steps=200, beta=0.04, epsilon_high=0.28, loss_type="dr_grpo",
-    scale_rewards="none", bf16=True, report_to=["wandb"], logging_steps=10, reward_weights=[1.0, 0.5], min_p=0.1,
-    seed=seed_of_today(), top_k=0, xyz=1,
-)
-trainer = GRPOTrainer(
-    model="models/tiny", reward_funcs=rewards, args=args, train_dataset=dataset, peft_config=LoraConfig(r=8)
-)
-trainer.train()
-"""
-
-
-@pytest.fixture
-def converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], tuple[Converted, str]]:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path))
-
-    def make(name: str, text: str) -> tuple[Converted, str]:
-        path = tmp_path / name
-        path.write_text(text)
-        foreign = read_foreign(path)
-        found = convert(foreign)
-        return found, written(foreign, found)
-
-    return make
-
-
-def planned(tmp_path: Path, text: str, *overrides: str) -> Any:
-    (tmp_path / "mine.yaml").write_text(text)
-    return plan_recipe(str(tmp_path / "mine.yaml"), overrides)[1]
 
 
 def test_every_key_of_verls_overrides_is_accounted_for(converted: Any, tmp_path: Path) -> None:
@@ -280,71 +240,6 @@ def test_sources_are_named_by_what_tells_their_files_apart(converted: Any) -> No
 
 
 @pytest.mark.parametrize(
-    ("mode", "pools"), [("", {"rollout": 1, "trainer": 2}), ("vllm_mode='server', ", {"rollout": 1, "trainer": 1})]
-)
-def test_vllm_over_several_gpus_has_a_pool_of_its_own(
-    converted: Any, tmp_path: Path, mode: str, pools: dict[str, int]
-) -> None:
-    vllm = f"use_vllm=True, {mode}vllm_tensor_parallel_size=2, vllm_gpu_memory_utilization=0.4, num_generations=2"
-    _, text = converted("a.py", f"args = GRPOConfig({vllm})\nGRPOTrainer(model='org/model', args=args)\n")
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1=", "answer": "1"}\n')
-    recipe = planned(tmp_path, text).recipe
-    assert {name: pool.count for name, pool in recipe.layout.pools.items()} == pools
-    assert recipe.layout.pools["rollout"].engine_options == {"tensor_parallel_size": 2, "gpu_memory_utilization": 0.4}
-    policy = recipe.models["policy"]
-    assert (policy.optimizer.schedule, policy.dtype, policy.gradient_checkpointing) == ("linear", "bfloat16", True)
-
-
-def test_a_trl_script_is_read_and_never_run(converted: Any, tmp_path: Path) -> None:
-    found, text = converted("grpo.py", TRL_SCRIPT)
-    lacking = {one.key: one.text for one in found.accounts if one.kind == "lacks"}
-    assert lacking == {"seed": "run.seed: the script computes it", "xyz": "not in the dictionary"}
-    assert "# To do: write grpo_parts.py" in text
-    parts = TRL_SCRIPT.partition("args = ")[0].replace('raise SystemExit("this is never run")', "")
-    (tmp_path / "grpo_parts.py").write_text(parts)
-    recipe = planned(tmp_path, text).recipe
-    assert (recipe.batch.prompts, recipe.batch.samples_per_prompt, recipe.batch.minibatches) == (16, 4, 2)
-    assert recipe.run.training_steps == 100, "200 optimizer steps, two a generation batch"
-    assert recipe.data.source is not None
-    assert recipe.data.source.endswith("grpo_parts.py:dataset")
-    update = recipe.flow.steps["update"].with_
-    assert (update["clip"], update["kl_coef"], update["aggregate"]) == (
-        [0.2, 0.28],
-        0.04,
-        "seq-mean-token-sum-norm/512",
-    )
-    assert recipe.flow.steps["advantage"].with_["normalize"] == "none"
-    assert recipe.flow.steps["sample"].with_["min_p"] == 0.1
-    function = recipe.flow.steps["reward"].with_["function"]
-    assert {name: part["weight"] for name, part in function.items()} == {"by_length": 1.0, "bounded": 0.5}
-    policy = recipe.models["policy"]
-    assert (policy.optimizer.lr, policy.dtype, policy.path) == (5e-6, "bfloat16", "models/tiny")
-
-
-def test_what_trl_hands_to_generate(converted: Any, tmp_path: Path) -> None:
-    wanted = {"stop_strings": ["\n\n"], "min_new_tokens": 4, "repetition_penalty": 1.1, "max_tokens": 64}
-    script = f"args = GRPOConfig(top_p=0.9, generation_kwargs={wanted})\nGRPOTrainer(model='models/tiny', args=args)\n"
-    found, text = converted("a.py", script)
-    assert {one.key: one.kind for one in found.accounts} == dict.fromkeys(
-        ("top_p", "generation_kwargs", "model"), "maps"
-    )
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1=", "answer": "1"}\n')
-    settings = planned(tmp_path, text).recipe.flow.steps["sample"].with_
-    assert settings == {
-        "stop": ["\n\n"],
-        "include_stop_str_in_output": True,
-        "min_new_tokens": 4,
-        "repetition_penalty": 1.1,
-        "max_new_tokens": 64,
-        "top_p": 0.9,
-        "temperature": 1.0,  # of the flow itself
-    }
-    found, _ = converted("b.py", "args = GRPOConfig(generation_kwargs={'stop': 'x', 'presence_penalty': 0.5})\n")
-    (told,) = [one.text for one in found.accounts if one.kind == "lacks"]
-    assert told == "presence_penalty: no setting of sampling here"
-
-
-@pytest.mark.parametrize(
     ("given", "flow", "lacks"),
     [
         ("algorithm.adv_estimator=gae", "ppo", ""),
@@ -396,13 +291,29 @@ def test_the_dictionary_names_keys_that_there_are() -> None:
             assert name in engines[engine].__dataclass_fields__, meaning
 
 
+LEADS = (NOT_BUILT, ALWAYS, NOTHING.removesuffix(": "))
+"""What has one row of a table, as a key has that several words share, with what is to be said beside the words."""
+
+
 def table(meanings: dict[str, str]) -> list[str]:
-    """Rows of words that mean the same, in one; NAME stands for the last part of a word, where a key here ends so."""
+    """Rows of words that mean the same, in one. Of a text that no other has, NAME stands for the last part of the word,
+    where a key here ends so.
+    """
+    alone = Counter(meanings.values())
     by_text: dict[str, list[str]] = {}
     for word, text in meanings.items():
         last = rf"(?:(?<=[.=])|(?<=: ))\b{re.escape(word.rpartition('.')[2])}\b(?![.:])"
-        by_text.setdefault(re.sub(last, "NAME", text), []).append(f"`{word}`")
-    return [f"| {', '.join(words)} | {text} |" for text, words in by_text.items()]
+        general = re.sub(last, "NAME", text) if alone[text] == 1 else text
+        by_text.setdefault(general, []).append(f"`{word}`")
+    keys = Counter(text.partition(": ")[0] for text in by_text)
+    rows: dict[str, list[str]] = {}
+    for text, words in by_text.items():
+        key = text.partition(": ")[0]
+        shared = key if key.startswith("`") and keys[key] > 1 else text
+        lead = next((lead for lead in LEADS if text.startswith(f"{lead}: ")), shared)
+        reason = text.removeprefix(lead).removeprefix(": ")
+        rows.setdefault(lead, []).append(", ".join(words) + (f" ({reason})" if reason else ""))
+    return [f"| {'; '.join(words)} | {text} |" for text, words in rows.items()]
 
 
 def said(meaning: Meaning) -> str:

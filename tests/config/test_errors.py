@@ -13,6 +13,7 @@ from distflow.config.check import key_of, section_at
 from distflow.config.load import load_recipe
 from distflow.config.other_tools import WORDS
 from distflow.config.plugins import TRACKERS
+from distflow.config.trl_keys import TRL
 from distflow.errors import RecipeError
 from distflow.flow.chosen_function import chosen_function
 from distflow.flow.step_declaration import read_declaration
@@ -161,6 +162,13 @@ def test_one_mistake(override: str, message: str) -> None:
         ("num_generations=8", "did you mean batch.samples_per_prompt?"),
         ("learning_rate=1e-4", "did you mean models.policy.optimizer.lr?"),
         ("temperature=0.5", "did you mean flow.steps.sample.with.temperature?"),
+        ("loss_type=dr_grpo", "did you mean flow.steps.update.with.aggregate=seq-mean-token-sum-norm/${flow.steps.sam"),
+        ("loss_type=sapo", "flow.steps.update.with.aggregate: sapo is not built; there are dapo, bnpo, cispo, grpo"),
+        ("scale_rewards=none", "did you mean flow.steps.advantage.with.normalize=none?"),
+        ("scale_rewards=batch", "did you mean flow.steps.advantage.with.normalize=batch_std?"),
+        ("optim=paged_adamw_8bit", "did you mean models.policy.optimizer.name=adamw_8bit?"),
+        ("per_device_train_batch_size=8", "did you mean batch.prompts (per_device_train_batch_size × steps_per_gene"),
+        ("sync_ref_model=true", "sync_ref_model — unknown key — not built: a reference that follows the policy"),
         ("xyzzy=1", "xyzzy — unknown key — allowed: batch, data, flow, layout, limits, models, run, security"),
     ],
 )
@@ -222,6 +230,13 @@ def test_what_is_said_of_other_tools_words_names_keys_that_there_are() -> None:
             function = chosen_function(declaration.spec, declaration.parameters, steps[step].with_)
             own = {} if function is None else function.own.settings
             assert setting in {**declaration.parameters.settings, **own}, text
+
+
+def test_words_of_other_tools_mean_what_trls_dictionary_says() -> None:
+    for word in WORDS.keys() & TRL.keys():
+        key, text = TRL[word].to, WORDS[word]
+        last = key.rpartition(".")[2]
+        assert not key or last in text or key.rpartition(".")[0] in text, f"{word}: {key}, but {text}"
 
 
 def test_a_folder_is_no_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
