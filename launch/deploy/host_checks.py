@@ -423,8 +423,10 @@ def _libraries(plan: Plan, worker: WorkerPlan) -> Iterator[tuple[str, str]]:
 
 def _of_rewards(plan: Plan, names: Collection[str]) -> Iterator[tuple[str, str]]:
     for step in plan.steps:
-        spec = read_declaration(step.call).spec if step.name in names else None
-        for setting in spec.plugins if spec is not None else ():
+        if step.name not in names:
+            continue
+        spec = read_declaration(step.call).spec
+        for setting in spec.plugins:
             for call in chosen_shipped(step.settings.get(setting), spec.choices.get(setting, ())):
                 if call in LIBRARIES:
                     yield f"flow.steps.{step.name}.with.{setting}", call

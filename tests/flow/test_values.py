@@ -142,6 +142,13 @@ def test_what_this_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert problems_here(other, lambda key: "here", ask_pythons=False) == [], "that Python is asked itself"
 
 
+def test_null_for_a_setting_that_has_a_value_by_default() -> None:
+    with pytest.raises(RecipeError, match=r"with\.stop — expected text, or a list .* got null — .*, or leave it out"):
+        planned("flow.steps.sample.with.stop=null")
+    with pytest.raises(RecipeError, match=r"with\.logit_bias — expected .* got null — .*, or leave it out"):
+        planned("flow.steps.sample.with.logit_bias=null")
+
+
 def lacking(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
     """Let these modules look as if they were not installed."""
     known = {
