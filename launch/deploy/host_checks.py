@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from distflow.config.data_files import in_arrow
-from distflow.config.paths import HUB_PREFIX, is_data_file
+from distflow.config.hub import is_absent, not_found
+from distflow.config.paths import HUB_PREFIX, is_data_file, looks_like_path
 from distflow.config.plugins import HUB, LIBRARIES, NIXL, PARQUET
 from distflow.config.schema import Recipe
 from distflow.errors import Problem
@@ -180,6 +181,16 @@ def problems_here(plan: Plan, where: Callable[[str], str], *, ask_pythons: bool 
         return []
     found = _of_recipe(facts_here(Path(), needs), needs)
     return [Problem(where(one.name), one.name, one.text, one.hint) for one in found if one.level == "FAIL"]
+
+
+def absent_models(recipe: Recipe, where: Callable[[str], str]) -> Iterator[Problem]:
+    """Yield a problem for each model of the hub that this machine can have from nowhere."""
+    paths = {model.path: name for name, model in reversed(recipe.models.items()) if model.path is not None}
+    for path, name in paths.items():
+        if not looks_like_path(path) and is_absent(path):
+            reason, _, cure = not_found(path).partition(" — ")
+            key = f"models.{name}.path"
+            yield Problem(where(key), key, f"{path}: {reason}", cure)
 
 
 def space_problems(runs_dir: Path, needs: Needs) -> list[Problem]:

@@ -26,7 +26,7 @@ from distflow.launch.agent.host_facts import gpus
 from distflow.launch.agent.start import LIMIT, agent_command, agent_lives, start_agent
 from distflow.launch.deploy.fan_out import SshWays, Ways
 from distflow.launch.deploy.folder_contents import Beginning, RunContents, fill, start_first_agent, unwritable
-from distflow.launch.deploy.host_checks import capacity, problems_here, space_problems
+from distflow.launch.deploy.host_checks import absent_models, capacity, problems_here, space_problems
 from distflow.launch.deploy.hostfile import Host
 from distflow.launch.deploy.job_environment import JobRefused, forwarded, render_job, slurm_settings, submit
 from distflow.launch.deploy.launch_request import Options, check_lineage, overridden, recipe_of
@@ -44,7 +44,15 @@ from distflow.launch.deploy.ssh import Transport
 from distflow.launch.observe.progress import Display, make_display
 from distflow.launch.observe.run_summary import reached, tell_end
 from distflow.launch.run.exit_status import conclude, finish
-from distflow.launch.run.folder import LOCK, MODES, claim, create_run_folder, existing_run_folder, remove_run_folder
+from distflow.launch.run.folder import (
+    LOCK,
+    MODES,
+    claim,
+    create_run_folder,
+    existing_run_folder,
+    remove_run_folder,
+    run_word,
+)
 from distflow.launch.run.process_table import parts_here, processes_of, sweep
 from distflow.launch.run.record import FILE_NAME, RunRecord, read_record
 from distflow.launch.run.resume import (
@@ -157,7 +165,8 @@ def launch_here(options: Options, loaded: LoadedRecipe, plan: Plan) -> int:
 def check_here(options: Options, loaded: LoadedRecipe, plan: Plan) -> None:
     """Raise RecipeError if this machine lacks something that the run needs."""
     needs = needs_here(plan, resume=options.resume)
-    if problems := problems_here(plan, loaded.origin) + space_problems(options.runs_dir, needs):
+    missing = [*problems_here(plan, loaded.origin), *absent_models(plan.recipe, loaded.origin)]
+    if problems := missing + space_problems(options.runs_dir, needs):
         raise RecipeError(problems)
 
 
@@ -256,7 +265,8 @@ def claim_folder(runs_dir: Path, name: str | None, plan: Plan, *, resume: bool) 
     lock = claim(run_dir)
     if any(processes_of(part) for part in parts_here(read_record(run_dir))):
         raise UserError(
-            f"{run_dir}: its workers are still running, without a host agent — wait, or `distflow stop {wanted}`"
+            f"{run_dir}: its workers are still running, without a host agent — wait, or "
+            f"`distflow stop {run_word(run_dir)}`"
         )
     return run_dir, lock
 
@@ -333,7 +343,8 @@ def _note_done(run_dir: Path, step: int) -> None:
 def _report(record: RunRecord, options: Options) -> int:
     """Show how the run ended, or that it runs; returns the exit code."""
     if not record.over:
-        click.echo(f"running; `distflow status {record.name}` asks the workers, `distflow stop {record.name}` ends it")
+        run = run_word(record.path)
+        click.echo(f"running; `distflow status {run}` asks the workers, `distflow stop {run}` ends it")
         return 0
     return tell_end(record, options.runs_dir, () if options.resume else options.words)
 
@@ -366,7 +377,7 @@ def submit_jobs(runs: Sequence[Options]) -> int:
     number = f"{job}_0" if len(created) > 1 else job
     click.echo(f"job {job}: {created[0] / SCRIPT}; its output goes to {created[0]}/logs/slurm-{number}.log")
     if len(created) > 1:
-        click.echo(f"an array of {len(created)} runs: `distflow metrics {' '.join(run.name for run in created)}`")
+        click.echo(f"an array of {len(created)} runs: `distflow metrics {' '.join(map(run_word, created))}`")
     return 0
 
 

@@ -172,8 +172,8 @@ def claim(run_dir: Path) -> int:
         ) from error
     if descriptor is None:
         raise UserError(
-            f"{run_dir}: this run is still running — watch it with `distflow status {run_dir.name}`, "
-            f"end it with `distflow stop {run_dir.name}`"
+            f"{run_dir}: this run is still running — watch it with `distflow status {run_word(run_dir)}`, "
+            f"end it with `distflow stop {run_word(run_dir)}`"
         )
     return descriptor
 
@@ -214,6 +214,20 @@ def find_run(run: str | None, runs_dir: Path) -> Path:
         # Workers that were started by hand write metrics, but no record.
         return Path(run).resolve()
     raise UserError(_unknown(run, runs_dir))
+
+
+def run_word(run_dir: Path) -> str:
+    """Write a run for a command to paste: its name if commands look for it here anyway, else its path."""
+    return run_dir.name if _is_usual(run_dir) else shlex.quote(str(run_dir))
+
+
+def run_options(run_dir: Path) -> str:
+    """Write the options of `launch` that name a run, for a command to paste."""
+    return f"--run {run_dir.name}" + ("" if _is_usual(run_dir) else f" --runs-dir {shlex.quote(str(run_dir.parent))}")
+
+
+def _is_usual(run_dir: Path) -> bool:
+    return run_dir.parent.resolve() == Path("runs").resolve()
 
 
 def run_names(runs_dir: Path) -> list[str]:
