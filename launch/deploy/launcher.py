@@ -22,6 +22,7 @@ from distflow.errors import RecipeError, UserError
 from distflow.flow.memory_fit import warnings as memory_warnings
 from distflow.flow.model_fit import position_problems
 from distflow.flow.plan import Plan
+from distflow.flow.validation import before_training
 from distflow.launch.agent.host_facts import gpus
 from distflow.launch.agent.start import LIMIT, agent_command, agent_lives, start_agent
 from distflow.launch.deploy.fan_out import SshWays, Ways
@@ -281,6 +282,8 @@ def begin(run_dir: Path, loaded: LoadedRecipe, plan: Plan, *, resume: bool, here
     for warning in (*plan.warnings, *(f"warning: {text}" for text in fit)):
         click.echo(warning)
     if not resume:
+        if first := before_training(plan):
+            click.echo(first)
         return Beginning()
     if (size := _size_of_newest(run_dir)) >= LARGE_BYTES:
         click.echo(f"checking the checkpoint ({size / 1e9:.0f} GB)")
