@@ -122,7 +122,9 @@ def summary(record: RunRecord, recipe: Sequence[str], runs_dir: Path) -> Iterato
         if any(entry.generates for entry in record.workers):
             yield f"  {me} evaluate {record.name}{best}{where}"
     # What validates alone may have had a model that lay in a folder just for this.
-    if record.training_steps:
+    if not record.training_steps:
+        yield f"  {me} rollouts {record.name} --val{where}"
+    else:
         yield f"  {me} plan {again} --worker {record.workers[0].name}"
 
 
