@@ -65,7 +65,7 @@ nixl-venv: .venv-nixl/.done  ## .venv-nixl: the test venv, and NIXL for `weights
 	requirements/install_nixl.sh $(BIN)/python .venv-nixl
 	@touch $@
 
-demo: venv  ## install, then train a tiny model by GRPO on this machine: a little over a minute
+demo: venv  ## install, then train a tiny model by GRPO on this machine: a minute or two
 	@$(BIN)/distflow launch quickstart
 
 # mypy does not follow the package folders of setup.cfg, so it is shown the tree as it is installed.

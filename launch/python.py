@@ -20,7 +20,10 @@ from typing import Any, Final
 import click
 
 from distflow.comm.processes import module_command
-from distflow.errors import DistflowError, UserError, WorkerFailed, did_you_mean
+from distflow.config.check import known_key
+from distflow.config.other_tools import meant
+from distflow.config.schema import Recipe
+from distflow.errors import DistflowError, Problem, RecipeError, UserError, WorkerFailed, did_you_mean, nearest
 from distflow.flow.file_import import file_being_imported
 from distflow.launch.commands.launch import command
 from distflow.launch.commands.metrics import finite, read_steps
@@ -47,6 +50,21 @@ NOT_HERE: Mapping[str, str] = {
     "sweep": "call launch in a loop",
 }
 """Options of the command that start no run to hold in hand."""
+ARGUMENTS: Mapping[str, str] = {
+    "flow.steps.reward.with.function": "reward=…: a function, its name, or several",
+    "val.data.source": 'val={"data": {"source": …}}: a file, or hub:ID',
+    "data.source": "data=…: a file, hub:ID, or rows",
+    "models.policy.path": "model=…: a folder, a hub's id, or a shipped one",
+    "--runs-dir": "runs_dir=…",
+    "--resume": 'resume=True, run="NAME"',
+    "--hosts": 'hosts="FILE"',
+}
+"""Arguments of `launch`, by the keys and options that stand for what other tools call otherwise."""
+OVERRIDES = ' overrides=["KEY=VALUE"]'
+FIELDS = (
+    'its fields stand in sections here, as batch={"samples_per_prompt": 8}; `distflow convert FILE` makes a recipe of '
+    "a script with it"
+)
 
 
 class Run:
@@ -120,6 +138,7 @@ def launch(
             f"distflow.launch was called while {imported} was imported, as workers and checks do for the functions in "
             'it — put what starts the run behind `if __name__ == "__main__":`'
         )
+    _check_names(options, of_recipe=recipe is not None)
     if model is not None or data is not None:
         if recipe is not None or model is None or data is None:
             raise UserError("launch: expected a recipe, or both of model and data")
@@ -128,7 +147,7 @@ def launch(
         source = os.fspath(data) if isinstance(data, str | os.PathLike) else data
         recipe = write_recipe(
             folder,
-            model=os.fspath(model),
+            model=_model(model),
             data=source,
             reward=reward,
             flow=flow,
@@ -191,17 +210,55 @@ def _arguments(
     """The words of the command line; raises UserError."""
     if isinstance(overrides, str):
         raise UserError(f"overrides: expected a list of KEY=VALUE, got the text {overrides!r} — write [{overrides!r}]")
-    shown = [option for option in command.params if isinstance(option, click.Option)]
-    known = {name.removeprefix("--").replace("-", "_"): (name, one) for one in shown for name in one.opts}
-    usual = [key for key, (_, one) in known.items() if key not in NOT_HERE and not one.hidden]
-    words = []
+    known, words = _options(), []
     for key, value in options.items():
-        if key not in known:
-            raise UserError(f"launch: there is no option {key!r} — {did_you_mean(key, usual)}")
-        if key in NOT_HERE:
-            raise UserError(f"launch: {key} — {NOT_HERE[key]}")
         words += _words(*known[key], value)
     return [*words, "--", *([] if recipe is None else [os.fspath(recipe)]), *overrides]
+
+
+def _options() -> dict[str, tuple[str, click.Option]]:
+    """The command's options, and the words by which it knows them, by their names in Python."""
+    shown = [option for option in command.params if isinstance(option, click.Option)]
+    return {name.removeprefix("--").replace("-", "_"): (name, one) for one in shown for name in one.opts}
+
+
+def _check_names(options: Mapping[str, object], *, of_recipe: bool) -> None:
+    """Raise RecipeError with all keywords that are none, and what each may have meant."""
+    known = _options()
+    usual = [key for key, (_, one) in known.items() if key not in NOT_HERE and not one.hidden]
+    problems = []
+    for key, value in options.items():
+        if key in NOT_HERE:
+            problems.append(Problem("launch", key, NOT_HERE[key]))
+        elif key not in known and key in Recipe.model_fields and (of_recipe or not isinstance(value, Mapping)):
+            message = "a recipe is given" if of_recipe else f"expected a mapping of its keys, got {value!r}"
+            problems.append(Problem("launch", key, message, f'its keys are overrides, as ["{key}.KEY=VALUE"]'))
+        elif key not in known and not isinstance(value, Mapping):
+            problems.append(Problem("launch", key, "unknown keyword", _meant(key, value, usual)))
+    if problems:
+        raise RecipeError(problems)
+
+
+def _meant(key: str, value: object, usual: Sequence[str]) -> str:
+    """Say what an unknown keyword may have meant: an option, an argument, or a key of a recipe."""
+    told = FIELDS if key in ("args", "training_args", "config") else known_key((key,), value)
+    argument = next((text for name, text in ARGUMENTS.items() if name in told), "")
+    if argument:
+        return argument
+    if nearest(key, usual, cutoff=0.8) is not None and not meant(key):
+        return did_you_mean(key, usual)
+    if "allowed: " in told:
+        return did_you_mean(key, {*usual, *Recipe.model_fields, "model", "reward", "overrides"})
+    return told + OVERRIDES if told.endswith("?") else told
+
+
+def _model(model: object) -> str:
+    if isinstance(model, str | os.PathLike):
+        return os.fspath(model)
+    raise UserError(
+        f"launch: model is {type(model).__name__}; workers are other processes — give a folder or a hub's id; "
+        "model.save_pretrained(FOLDER) and tokenizer.save_pretrained(FOLDER) write one"
+    )
 
 
 def _words(name: str, option: click.Option, value: object) -> list[str]:

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distflow.config.paths import CHARS_PREFIX, without_hub
+from distflow.config.hub import not_found, settle_hub
+from distflow.config.paths import CHARS_PREFIX
 from distflow.errors import UserError
 from distflow.flow.families import usual_attention
 from distflow.workers.heads import CLASSES, SCORE, TOKENS, has_value_head, head_of, output_layer
@@ -177,12 +178,14 @@ def _config_from_path(path: str) -> PretrainedConfig:
     from transformers import AutoConfig
 
     _check_path(path)
+    of_hub = not Path(path).is_dir()
+    if of_hub:
+        settle_hub()
     try:
         return AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"models: cannot read a model from path {path!r}: {_brief(error)}{without_hub(path)}"
-        ) from error
+        why = (not_found(path) if of_hub and isinstance(error, OSError) else "") or _brief(error)
+        raise UserError(f"models: cannot read a model from path {path!r}: {why}") from error
 
 
 def _check_path(path: str) -> None:

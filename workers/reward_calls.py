@@ -100,11 +100,17 @@ def rewards_of(given: object, samples: int) -> list[Any]:
     Raises TypeError for what is no list, ValueError for one of another length.
     """
     if not isinstance(given, Iterable) or isinstance(given, (str, bytes, Mapping)):
-        raise TypeError(f"it returned {type(given).__name__}; expected a list with {samples} rewards, one a completion")
+        raise TypeError(
+            f"it returned {type(given).__name__}; expected a list with {_rewards(samples)}, one for each completion"
+        )
     found = list(given)
     if len(found) != samples:
-        raise ValueError(f"it returned {len(found)} rewards; expected {samples}, one for each completion")
+        raise ValueError(f"it returned {_rewards(len(found))}; expected {samples}, one for each completion")
     return [None if isinstance(one, SupportsFloat) and isnan(float(one)) else one for one in found]
+
+
+def _rewards(number: int) -> str:
+    return f"{number} reward{'' if number == 1 else 's'}"
 
 
 def score_arguments(found: Signature, sample: Completion) -> dict[str, object]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -63,7 +64,7 @@ class AttachedRun:
             self._ask_agents(record)
             if time.monotonic() >= deadline:
                 raise NoProgressError(
-                    f"{self._path}: no training worker of this run answers — `distflow status {record.name}` tells why"
+                    f"{self._path}: no training worker of this run answers — {self._status()} tells why"
                 )
             time.sleep(CHECK_EVERY_S)
 
@@ -91,8 +92,11 @@ class AttachedRun:
         state = record.state if record.over else self._ask_agents(record)
         if state == "failed":
             why = "" if record.failure is None else f": {record.failure.message}"
-            raise WorkerFailed(f"{record.name} has failed{why} — `distflow status {record.name}` tells more")
+            raise WorkerFailed(f"{record.name} has failed{why} — {self._status()} tells more")
         return state in FINAL
+
+    def _status(self) -> str:
+        return f"`distflow status {shlex.quote(str(self._path))}`"
 
     def _ask_agents(self, record: RunRecord) -> str:
         """The state of a run on several hosts as an agent tells it; "": nobody does. Where workers listen by now, too:

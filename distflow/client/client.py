@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shlex
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -308,7 +309,7 @@ class Client:
             if longest > self._run.record.no_progress_s:
                 raise NoProgressError(
                     f"{name}: no word of {', '.join(silent)} for {longest:.0f} s, while waiting for {what} — "
-                    f"`distflow status {name}` tells how the run is"
+                    f"`distflow status {shlex.quote(str(self._run.record.path))}` tells how the run is"
                 )
             left = CHECK_EVERY_S if timeout is None else began + timeout - now
             self._changed.wait(max(0.0, min(CHECK_EVERY_S, left)))

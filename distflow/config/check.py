@@ -18,6 +18,8 @@ from distflow.config.data_schema import DataConfig, DifficultyConfig
 from distflow.config.meanings import Meaning
 from distflow.config.other_tools import VERL, meant
 from distflow.config.schema import LONGEST_S, BatchConfig, ModelConfig, Recipe, StepConfig
+from distflow.config.section import is_empty_unless_given
+from distflow.config.trl_keys import TRL
 from distflow.config.yamlfile import KeyPath, dotted
 from distflow.errors import Places, Problem, Problems, did_you_mean, nearest
 
@@ -237,9 +239,9 @@ def _leaves(value: object, key: KeyPath) -> Iterator[tuple[KeyPath, object]]:
 def _foreign(path: KeyPath, value: object, own: int) -> str:
     """Return what a key of another tool is here; empty: not known.
 
-    By its whole path, as verl has it, else by its words from the last on, without the `own` first ones.
+    By its whole path, as verl or TRL has it, else by its words from the last on, without the `own` first ones.
     """
-    meaning = VERL.get(dotted(path), Meaning())
+    meaning = VERL.get(dotted(path)) or TRL.get(dotted(path), Meaning())
     said = meaning.text
     if "." in meaning.to and meaning.to != "run.trackers":
         key = meaning.to.replace("layout.pools.worker.", "layout.pools.NAME.")
@@ -282,8 +284,22 @@ def _words(details: ErrorDetails, key: KeyPath, root: type[BaseModel]) -> tuple[
         return f"{given} is not allowed", f"for never give a large number of seconds, up to {LONGEST_S:g}"
     if kind in _EXPECTED:
         hint = (_as_choice(key, details["input"]) or _known(key, root)) if _EXPECTED[kind] == "a mapping" else ""
-        return f"expected {_EXPECTED[kind]}, got {given}", hint or meaning
+        return f"expected {_EXPECTED[kind]}, got {given}", f"{_nothing(key, details['input'], root)}{hint or meaning}"
     return f"{given} {_lower(details['msg'])}", meaning
+
+
+def _nothing(key: KeyPath, given: object, root: type[BaseModel]) -> str:
+    """Say how nothing is written, where nothing seems to be meant."""
+    section = section_at(key[:-1], root)
+    fields = {} if section is None else {key_of(section, name): info for name, info in section.model_fields.items()}
+    field = fields.get(key[-1])
+    if field is None or given not in (None, "", "none", "None", "null", [], {}, False):
+        return ""
+    if given is None and dotted(key) in _CHOICES:
+        return f"{_CHOICES[dotted(key)]}; "
+    if is_empty_unless_given(field):
+        return "null for none; "
+    return "leave it out for its defaults; " if isinstance(field.default, BaseModel) else ""
 
 
 def _as_choice(key: KeyPath, given: object) -> str:

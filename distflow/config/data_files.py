@@ -54,6 +54,16 @@ def data_files(path: Path, split: str | None = None) -> DataFiles:
     return DataFiles((path,))
 
 
+def in_arrow(path: Path, split: str | None = None) -> bool:
+    """Tell whether Arrow reads the files at a path: Parquet, or what Hugging Face datasets saved; not if they are not
+    here."""
+    try:
+        found = data_files(path, split)
+    except (OSError, UserError):
+        return False
+    return found.saved or any(kind_of(file) == ".parquet" for file in found.files)
+
+
 def fingerprint(path: Path, split: str | None = None) -> str | None:
     """A hash of the names and sizes of the files at a path, and of what they begin and end with; None: not here.
 

@@ -33,6 +33,9 @@ def json_schema(kind: str) -> dict[str, Any]:
     schema = SCHEMAS[kind].model_json_schema(by_alias=True)
     for part in [schema, *schema.get("$defs", {}).values()]:
         part.pop("required", None)
+        for key in part.get("properties", {}).values():
+            if key.get("default") in ([], {}) and "type" in key:
+                key["type"] = [key["type"], "null"]
     schema["properties"]["defaults"] = {
         "type": "array",
         "description": "What this file is laid over: other files of its folder, and choices of groups.",

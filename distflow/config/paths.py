@@ -191,12 +191,3 @@ def _is_plugin_place(at: KeyPath, file: str) -> bool:
 
 
 SMOLLM2 = "`make smollm2` in the clone of distflow writes one to models/smollm2-135m"
-
-
-def without_hub(name: str) -> str:
-    """The end of a message about a model or tokenizer that cannot be read, if it may be for want of a network."""
-    if Path(name).is_dir():
-        return ""
-    return (
-        f" — without a network give a folder: models.NAME.path=FOLDER, or `distflow init … --model FOLDER`; {SMOLLM2}"
-    )

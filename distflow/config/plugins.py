@@ -65,9 +65,20 @@ class PluginLibrary:
     one_a_process: bool = False
     """Whether a worker can have only one such engine, and so generate with only one model."""
 
+    @property
+    def packages(self) -> str:
+        """What a plain `pip install` is given, as words of a shell; empty where it takes more than that."""
+        words = self.install.removeprefix(_PIP)
+        return "" if words == self.install or "--" in words else words
 
+
+_PIP = "{python} -m pip install "
 NIXL = "link:nixl"
 """What `weights.link: nixl` needs."""
+MATH = "distflow.workers.reward_functions:math"
+REASONING_GYM = ("distflow.workers.reward_functions:reasoning_gym", "distflow.data.sources:reasoning_gym")
+HUB, PARQUET = "data:hub", "data:parquet"
+"""What data sets of the hub, and tables of prompts, are read with."""
 LIBRARIES: Mapping[str, PluginLibrary] = {
     ENGINES["sglang"]: PluginLibrary(
         "sglang",
@@ -98,10 +109,14 @@ LIBRARIES: Mapping[str, PluginLibrary] = {
     "flash_attention_2": PluginLibrary("flash_attn", "{python} -m pip install flash-attn --no-build-isolation"),
     "flash_attention_3": PluginLibrary("flash_attn_interface", "see flash-attention's hopper folder"),
     "hub kernel": PluginLibrary("kernels", "{python} -m pip install kernels"),
+    MATH: PluginLibrary("math_verify", "{python} -m pip install 'math-verify[antlr4_9_3]>=0.8'"),
+    **dict.fromkeys(REASONING_GYM, PluginLibrary("reasoning_gym", "{python} -m pip install 'reasoning-gym>=0.1.20'")),
+    HUB: PluginLibrary("datasets", "{python} -m pip install 'datasets>=3.0'"),
+    PARQUET: PluginLibrary("pyarrow", "{python} -m pip install 'pyarrow>=17'"),
     "adamw_8bit": PluginLibrary("bitsandbytes", "{python} -m pip install 'bitsandbytes>=0.45'"),
 }
-"""The libraries of engines, backends, trackers, stores, links, optimizers, adapters and attention that need one: all
-that is to be known of it before it is imported."""
+"""The libraries of engines, backends, trackers, stores, links, optimizers, adapters, attention, rewards and data that
+need one: all that is to be known of it before it is imported."""
 TOKENIZER = "distflow.workers.tokenizers:build_tokenizer"
 """Makes the tokenizer of a model from its section of the recipe."""
 MODEL_CONFIG = "distflow.workers.models:load_config"

@@ -25,6 +25,7 @@ from typing import IO, Any, Protocol
 import msgspec
 
 from distflow.config.data_files import data_files, kind_of
+from distflow.config.hub import not_found, settle_hub
 from distflow.config.yamlfile import shown
 from distflow.data.delimited import DELIMITERS, DelimitedLines
 from distflow.data.messages import TableRow
@@ -243,11 +244,14 @@ class HubTable:
 
 def read_hub(name: str, check: Check, *, split: str = "train", config: str | None = None) -> HubTable:
     """A split of a data set of the hub, or of what `load_dataset` takes instead. Raises UserError."""
+    load = _package("datasets", "datasets").load_dataset
+    settle_hub()
     try:
-        rows = _package("datasets", "datasets").load_dataset(name, config, split=split)
-    except UserError:
-        raise
+        rows = load(name, config, split=split)
     except Exception as error:  # of that package, of every kind: no network, no such data set, its own code
+        absent = isinstance(error, OSError) or "cache" in str(error)
+        if absent and (why := not_found(name, data=True)):
+            raise UserError(f"the data set hub:{name} cannot be loaded: {why}") from error
         reason = str(error).strip().partition("\n")[0]
         raise UserError(f"the data set hub:{name} cannot be loaded: {type(error).__name__}: {reason}") from error
     _checked(check, rows.column_names, f"hub:{name}")

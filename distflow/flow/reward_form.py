@@ -31,6 +31,8 @@ SOLUTION = "solution_str"
 SCORE = ("data_source", SOLUTION, "ground_truth", "extra_info")
 """What functions of the form score get."""
 _BATCHED = "solution_strs"
+_ANSWERS = ("answer", "ground_truth", "gold_answers")
+"""Names and keys by which functions reach the gold answer."""
 _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
 
@@ -96,6 +98,36 @@ def needed_columns(found: Signature, own: Collection[str]) -> list[str]:
     """List the columns of the data without which a function of the form lists cannot be called. `own`: its settings."""
     given = (*LISTS, *FURTHER, *own)
     return [name for name in found.required if name not in given]
+
+
+def names_answer(call: str) -> bool:
+    """Tell whether the source of a reward function names the gold answer: as a parameter, a key, or what reads one.
+
+    Functions of its file that it names count too. False for what cannot be found.
+    """
+    try:
+        found = find_named(call)
+    except PluginError:
+        return False
+    tree = found.module if isinstance(found, Source) else ast.parse(found.text)
+    definitions = {node.name: node for node in tree.body if isinstance(node, _Function | ast.ClassDef)}
+    reached: list[ast.AST] = []
+    ahead: list[ast.AST] = [found.node]
+    while ahead:
+        reached.append(ahead.pop())
+        for node in ast.walk(reached[-1]):
+            words = {getattr(node, name, None) for name in ("arg", "id", "attr", "value")} if _is_word(node) else set()
+            if not words.isdisjoint(_ANSWERS):
+                return True
+            named = definitions.get(node.id) if isinstance(node, ast.Name) else None
+            if named is not None and named not in (*reached, *ahead):
+                ahead.append(named)
+    return False
+
+
+def _is_word(node: ast.AST) -> bool:
+    named = isinstance(node, ast.arg | ast.Name)
+    return named or (isinstance(node, ast.Constant) and isinstance(node.value, str))
 
 
 def form_complaint(found: Signature, own: Mapping[str, Any]) -> tuple[str, str, str] | None:

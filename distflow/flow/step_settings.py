@@ -79,6 +79,7 @@ def complaints(
         elif not _fits(value, parameters.annotations.get(name)):
             expected = in_words(parameters.annotations[name])
             hint = f"write a value of that kind{_example(parameters.settings[name])}"
+            hint += ", or leave it out" if value is None and parameters.settings[name] is not REQUIRED else ""
             found.append((name, f"expected {expected}, got {quoted(value)}", hint))
         elif name in ranges and _is_number(value) and not within(value, ranges[name]):
             found.append((name, f"{value} is not allowed", f"expected a number {ranges[name]}"))

@@ -141,6 +141,22 @@ def val_lines(plan: Plan) -> list[str]:
     return [measured, f"{before}{every}after the last: {times}"]
 
 
+def before_training(plan: Plan) -> str:
+    """Say what is validated before the first training step, and how to leave it out; empty if nothing is."""
+    val = plan.val
+    if val is None or 0 not in val.versions or not plan.batch.training_steps:
+        return ""
+    what, each = ("rows", "") if plan.reads is not None else ("prompts", f" × {val.samples_per_prompt}")
+    if val.prompts is None:
+        much = f"all {what} of {val.data.shown}{each and f'{each} samples'}"
+        fewer = f"val.prompts=N takes the first N {what}, "
+    else:
+        samples = val.prompts * (val.samples_per_prompt if plan.reads is None else 1)
+        much, fewer = f"{samples:,} {'samples' if plan.reads is None else what}", ""
+        much += f" ({val.prompts:,} prompts{each})" if each and val.samples_per_prompt > 1 else ""
+    return f"before training step 1 {much} are validated ({fewer}val.at_start=false leaves that out)"
+
+
 def _versions(recipe: Recipe) -> tuple[int, ...]:
     assert recipe.val is not None, "nothing is asked of a recipe without it"
     last = recipe.run.training_steps

@@ -84,6 +84,8 @@ class Uses(NamedTuple):
     """Columns without which a user's reward function cannot be called, by name: the function."""
     prompts: bool
     """Reward functions may ask for the prompt as the data has it: for messages, where it is a conversation."""
+    own: Sequence[str] = ()
+    """The user's reward functions."""
 
 
 def prompt_order(
@@ -125,7 +127,7 @@ def uses_of(plan: Plan) -> Uses:
     lists = {call: found for call, found in signatures.items() if found is not None and found.form == "lists"}
     columns = {column: call for call, found in lists.items() for column in needed_columns(found, calls[call])}
     # Of a function whose source does not tell, it is not known.
-    return Uses(None, needs_of(plan), columns, prompts=bool(lists) or None in signatures.values())
+    return Uses(None, needs_of(plan), columns, prompts=bool(lists) or None in signatures.values(), own=[*calls])
 
 
 def _reward_calls(plan: Plan) -> Iterator[tuple[str, tuple[str, ...]]]:

@@ -28,7 +28,7 @@ from distflow.cluster.processes import agent_name
 from distflow.comm.processes import module_command
 from distflow.errors import UserError
 from distflow.launch.run.exit_status import log_file
-from distflow.launch.run.folder import try_lock
+from distflow.launch.run.folder import run_word, try_lock
 from distflow.launch.run.record import FILE_NAME, HOSTS
 
 
@@ -78,7 +78,7 @@ def lock_host(run_dir: Path, host: int, patience_s: float = LOCK_S) -> int:
         if time.monotonic() > deadline:
             raise UserError(
                 f"{run_dir}: this run is still running, with an agent on this host — watch it with `distflow status "
-                f"{run_dir.name}`, end it with `distflow stop {run_dir.name}`"
+                f"{run_word(run_dir)}`, end it with `distflow stop {run_word(run_dir)}`"
             )
         time.sleep(POLL_S)
     return descriptor

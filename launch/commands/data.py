@@ -40,6 +40,7 @@ def preview(recipe: str, overrides: tuple[str, ...], count: int) -> int:
     from distflow.data.fed import AWAITED
     from distflow.flow.recipe_check import plan_recipe
     from distflow.flow.resolve import resolve
+    from distflow.flow.reward_form import names_answer
     from distflow.runtime.owner_side import build_prompts, uses_of
 
     loaded, plan = plan_recipe(recipe, overrides)
@@ -68,7 +69,7 @@ def preview(recipe: str, overrides: tuple[str, ...], count: int) -> int:
         click.echo(line)
     if plan.reads is None:
         _show_ends(tokenizer)
-        _show_rewards(samples, fault)
+        _show_rewards(samples, fault, asked=any(map(names_answer, uses_of(plan).own)))
         if not fault:
             _show_conflict(plan, tokenizer, samples)
     else:
@@ -145,12 +146,13 @@ def _show_ends(tokenizer: Tokenizer) -> None:
     click.echo(f"responses end with {' or '.join(shown) or 'no token: the tokenizer has no end token'}")
 
 
-def _show_rewards(samples: Sequence[_Sample], fault: str) -> None:
+def _show_rewards(samples: Sequence[_Sample], fault: str, *, asked: bool) -> None:
+    """`asked`: a reward function of the user's asks for the gold answer; where a shipped one does, it is there."""
     if fault:
         click.echo(fault)
         return
     without = sum(sample.answer is None for sample in samples)
-    if without:
+    if without and asked:
         click.echo(
             f"{without} of {len(samples)} prompts have no gold answer: `answer` of the task is null, or not there "
             "(data.fields.answer)"

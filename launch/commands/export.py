@@ -92,7 +92,7 @@ def evaluate(
         else:
             run_dir = find_run(target, runs_dir)
             model, recipe, about = Path(folder) / "model", words[0] if given else str(run_dir / RECIPE), run_dir.name
-            _export(run_dir, best_step(run_dir, step) if best else step, model)
+            _export(run_dir, best_step(run_dir, step) if best else step, model, kept=False)
         overrides = words[1:] if given else words
         name = name or _free_name(runs_dir, f"{about}-eval")
         code = launch_once(replace(_asked(recipe, overrides, model, name, runs_dir), **on_hosts))
@@ -176,11 +176,15 @@ def _figure(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
 
 
-def _export(run_dir: Path, step: int | None, to: Path, model: str | None = None, *, adapters: bool = False) -> None:
+def _export(
+    run_dir: Path, step: int | None, to: Path, model: str | None = None, *, adapters: bool = False, kept: bool = True
+) -> None:
+    """Export, and tell of it. `kept`: the folder stays, so that it is worth its name."""
     for line in refresh(run_dir, ("checkpoints",), "checkpoints", lambda line: click.echo(line, err=True)):
         click.echo(line, err=True)
     for line in export_checkpoint(run_dir, step, to, model, adapters=adapters):
-        click.echo(line)
+        if kept or not line.startswith(f"{to}:"):
+            click.echo(line)
 
 
 def export_checkpoint(

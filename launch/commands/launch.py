@@ -165,6 +165,8 @@ def fetch_run(place: str, name: str | None, runs_dir: Path) -> Iterator[str]:
 
     name = place.rstrip("/").rpartition("/")[2] if name is None else name
     check_name(name)
+    from distflow.launch.run.folder import run_options
+
     run_dir, draft = (runs_dir / name).resolve(), (runs_dir / f".{name}.fetching").resolve()
     if run_dir.exists():
         raise UserError(f"{run_dir} exists already — give another name with --run")
@@ -192,7 +194,8 @@ def fetch_run(place: str, name: str | None, runs_dir: Path) -> Iterator[str]:
             f"{name} goes on copying to {place} when it is resumed, and removes older checkpoints there; to leave it "
             "as it is, add run.copy_to=null, or fetch it with --run NAME"
         )
-    yield f"fetched training step {commit.step} into {run_dir}; go on with: distflow launch --resume --run {name}"
+    again = f"distflow launch --resume {run_options(run_dir)}"
+    yield f"fetched training step {commit.step} into {run_dir}; go on with: {again}"
 
 
 def _fetch_newest(store: Any, there: str, here: Path) -> Generator[str, None, Commit]:

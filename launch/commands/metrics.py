@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
@@ -71,11 +72,12 @@ def command(
     Names in --keys that no metric has are told behind the others; then the exit code is 2.
     """
     found = read_runs(runs, runs_dir)
+    where = "" if runs_dir.resolve() == Path("runs").resolve() else f" --runs-dir {shlex.quote(str(runs_dir))}"
     for run, steps in found.items():
         if not steps:
             _tell(
                 f"{run} has no metrics yet: they come with the end of its first training step — `distflow status "
-                f"{run}` tells how far that has come"
+                f"{run}{where}` tells how far that has come"
             )
     every = [step for steps in found.values() for step in steps]
     names, missing = (None, []) if keys is None else chosen_keys(keys, every)

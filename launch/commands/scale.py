@@ -35,7 +35,7 @@ from distflow.launch.deploy.placement import WorkerPlacement, likely_slots
 from distflow.launch.deploy.ssh import Transport
 from distflow.launch.observe.progress import AutoscaleDisplay, names_in
 from distflow.launch.observe.run_client import answer_of_an_agent, ask_all
-from distflow.launch.run.folder import SUBFOLDERS, find_run, mode_of, plugin_files, shipped_files, try_lock
+from distflow.launch.run.folder import SUBFOLDERS, find_run, mode_of, plugin_files, run_word, shipped_files, try_lock
 from distflow.launch.run.record import FILE_NAME, HOSTS, RunRecord, read_record
 from distflow.metrics.autoscale import Autoscaler, AutoscaleRule, check_pool
 from distflow.types import WorkerName
@@ -124,7 +124,8 @@ def _changes(record: RunRecord, change: str | None, leave: Sequence[str], *, mor
         where = record.hosts[0].name if record.hosts else "this machine"
         hint = "add a host to take its workers with --hosts FILE"
         if not record.hosts:
-            hint = f"to move it, end it with `distflow stop {record.name}` and go on with launch --resume --hosts FILE"
+            stop = f"`distflow stop {run_word(record.path)}`"
+            hint = f"to move it, end it with {stop} and go on with launch --resume --hosts FILE"
         raise UserError(f"--leave {', '.join(leave)}: {record.name} is on {where} alone — {hint}")
     numbers = {host.name: number for number, host in enumerate(record.hosts)}
     for name in leave:
@@ -210,7 +211,7 @@ def _lock(run_dir: Path) -> None:
         raise UserError(f"scale: {run_dir} cannot be written ({error.strerror}) — it must be yours to write") from error
     if locked is None:
         raise UserError(
-            f"scale: another `distflow scale {run_dir.name} …={AUTO}` is at work, and two would undo each other's "
+            f"scale: another `distflow scale {run_word(run_dir)} …={AUTO}` is at work, and two would undo each other's "
             "changes — end that one first (Ctrl-C)"
         )
 

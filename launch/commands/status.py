@@ -37,7 +37,7 @@ WIDTH = 200
 def command(run: str | None, as_json: bool, runs_dir: Path) -> None:
     """Show what each worker of RUN (default: the newest) is doing and what it waits for."""
     from distflow.launch.observe.alerts import not_numbers, restarts, troubles
-    from distflow.launch.run.folder import find_run
+    from distflow.launch.run.folder import find_run, run_options, run_word
     from distflow.launch.run.record import FILE_NAME, read_job
 
     run_dir = find_run(run, runs_dir, queued=True)
@@ -54,8 +54,8 @@ def command(run: str | None, as_json: bool, runs_dir: Path) -> None:
         click.echo(line)
     if seen.lost:
         click.echo(
-            f"none of its processes is alive — resume it with `distflow launch --resume --run {record.name}`, or clean "
-            f"up with `distflow stop {record.name}`"
+            "none of its processes is alive — resume it with `distflow launch --resume "
+            f"{run_options(record.path)}`, or clean up with `distflow stop {run_word(record.path)}`"
         )
     for line in (*_resumes(record), *restarts(record, seen.rows), *troubles(steps), *not_numbers(steps)):
         click.echo(line)
@@ -246,12 +246,13 @@ def _steps(record: RunRecord) -> list[dict[str, float]]:
 
 def _other_count(record: RunRecord, steps: Sequence[Mapping[str, float]]) -> Iterator[str]:
     """What another number of generating workers would bring."""
+    from distflow.launch.run.folder import run_word
     from distflow.metrics.rollout_count import other_count
     from distflow.types import WorkerName
 
     makers = [WorkerName.parse(entry.name).pool for entry in record.workers if entry.generates and not entry.trains]
     if len(set(makers)) == 1:
-        yield from other_count(steps[-MEAN_OF:], makers[0], len(makers), record.name)
+        yield from other_count(steps[-MEAN_OF:], makers[0], len(makers), run_word(record.path))
 
 
 def _headline(record: RunRecord, steps: Sequence[Mapping[str, float]]) -> Iterator[str]:
@@ -313,7 +314,7 @@ def watch(run: str | None, runs_dir: Path) -> int:
     from distflow.launch.deploy.monitor import Monitor
     from distflow.launch.observe.progress import make_display
     from distflow.launch.observe.run_summary import tell_end
-    from distflow.launch.run.folder import find_run
+    from distflow.launch.run.folder import find_run, run_word
     from distflow.launch.run.record import read_record
 
     run_dir = find_run(run, runs_dir)
@@ -321,7 +322,7 @@ def watch(run: str | None, runs_dir: Path) -> int:
     try:
         record = Monitor(run_dir, make_display(first.training_steps)).only_look()
     except KeyboardInterrupt:
-        click.echo(f"no longer watching; {first.name} continues — `distflow stop {first.name}` ends it")
+        click.echo(f"no longer watching; {first.name} continues — `distflow stop {run_word(first.path)}` ends it")
         return 0
     return tell_end(record, runs_dir)
 

@@ -8,18 +8,25 @@ from __future__ import annotations
 import math
 import re
 import shlex
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from distflow.config.plugins import LIBRARIES, NIXL
+from distflow.config.data_files import in_arrow
+from distflow.config.hub import is_absent, not_found
+from distflow.config.paths import HUB_PREFIX, is_data_file, looks_like_path
+from distflow.config.plugins import HUB, LIBRARIES, NIXL, PARQUET
+from distflow.config.schema import Recipe
 from distflow.errors import Problem
 from distflow.flow.families import needs_gpu, only_on_gpus
 from distflow.flow.lanes import nixl_pools
 from distflow.flow.memory_fit import Capacity, with_gpus
 from distflow.flow.plan import Plan, WorkerPlan
 from distflow.flow.sizes import configuration
+from distflow.flow.step_declaration import read_declaration
+from distflow.flow.step_settings import chosen_shipped
 from distflow.flow.trackers import trackers_of
 from distflow.launch.agent.host_facts import (
     SHM,
@@ -34,7 +41,7 @@ from distflow.launch.agent.host_facts import (
     memory,
     space,
 )
-from distflow.launch.deploy.interpreter_check import Interpreter, dotted
+from distflow.launch.deploy.interpreter_check import Interpreter, dotted, is_installed, needed, pip_install
 
 if TYPE_CHECKING:
     from distflow.launch.deploy.hostfile import Host
@@ -176,12 +183,25 @@ def problems_here(plan: Plan, where: Callable[[str], str], *, ask_pythons: bool 
 
     `ask_pythons`: also ask the interpreters of pools that name one, which takes a moment.
     """
+    if lacking := [need for need in needed() if not is_installed(need.name)]:
+        text = f"{sys.executable} lacks packages that workers import: {', '.join(need.name for need in lacking)}"
+        return [Problem("this machine", "python", text, pip_install(sys.executable, lacking))]
     needs = needs_of_workers(plan)
     needs = needs if ask_pythons else replace(needs, interpreters=())
     if not (needs.devices or needs.libraries or needs.interpreters):
         return []
     found = _of_recipe(facts_here(Path(), needs), needs)
     return [Problem(where(one.name), one.name, one.text, one.hint) for one in found if one.level == "FAIL"]
+
+
+def absent_models(recipe: Recipe, where: Callable[[str], str]) -> Iterator[Problem]:
+    """Yield a problem for each model of the hub that this machine can have from nowhere."""
+    paths = {model.path: name for name, model in reversed(recipe.models.items()) if model.path is not None}
+    for path, name in paths.items():
+        if not looks_like_path(path) and is_absent(path):
+            reason, _, cure = not_found(path).partition(" — ")
+            key = f"models.{name}.path"
+            yield Problem(where(key), key, f"{path}: {reason}", cure)
 
 
 def space_problems(runs_dir: Path, needs: Needs) -> list[Problem]:
@@ -246,16 +266,23 @@ def _code(code: CodeFacts, needs: Needs) -> Iterator[Finding]:
 
 
 def _libraries_found(code: CodeFacts, needs: Needs) -> Iterator[Finding]:
+    lacking: dict[str, list[tuple[str, str]]] = {}
     for key, name in needs.libraries:
-        module, install = LIBRARIES[name].module, LIBRARIES[name].install
-        if not code.python.modules[module]:
-            text = f"needs the package {module!r}, which is not installed for {code.executable}"
-            pool = key.split(".")[2] if key.startswith("layout.") else "NAME"
-            hint = (
-                f"{install.format(python=shlex.quote(code.executable))}; or name a Python that has it: "
-                f"layout.pools.{pool}.python=PATH"
-            )
-            yield Finding(key, "FAIL", text, hint)
+        if not code.python.modules[LIBRARIES[name].module]:
+            lacking.setdefault(LIBRARIES[name].module, []).append((key, name))
+    python, last = shlex.quote(code.executable), [*lacking][-1:]
+    by_pip = [packages for found in lacking.values() if (packages := LIBRARIES[found[0][1]].packages)]
+    for module, found in lacking.items():
+        key, name = found[0]
+        text = f"needs the package {module!r}, which is not installed for {code.executable}"
+        text += f" ({', '.join(other for other, _ in found[1:])} too)" if found[1:] else ""
+        pool = key.split(".")[2] if key.startswith("layout.") else "NAME"
+        hint = LIBRARIES[name].install.format(python=python)
+        if len(by_pip) > 1 and [module] == last:
+            hint += f"; all {len(by_pip)} at once: {python} -m pip install {' '.join(by_pip)}"
+        if len(lacking) == 1:
+            hint += f"; or name a Python that has it: layout.pools.{pool}.python=PATH"
+        yield Finding(key, "FAIL", text, hint)
 
 
 def _interpreters(facts: HostFacts, needs: Needs) -> Iterator[Finding]:
@@ -411,6 +438,33 @@ def _libraries(plan: Plan, worker: WorkerPlan) -> Iterator[tuple[str, str]]:
         chosen = "hub kernel" if "@" in chosen else chosen
         if chosen in LIBRARIES:
             yield f"models.{model}.attn_implementation", chosen
+    yield from _of_rewards(plan, plan.pool(worker.name.pool).steps)
+    if str(worker.name) in plan.owners:
+        yield from _of_data(plan.recipe)
+
+
+def _of_rewards(plan: Plan, names: Collection[str]) -> Iterator[tuple[str, str]]:
+    for step in plan.steps:
+        if step.name not in names:
+            continue
+        spec = read_declaration(step.call).spec
+        for setting in spec.plugins:
+            for call in chosen_shipped(step.settings.get(setting), spec.choices.get(setting, ())):
+                if call in LIBRARIES:
+                    yield f"flow.steps.{step.name}.with.{setting}", call
+
+
+def _of_data(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    sections = {"data": recipe.data, "val.data": None if recipe.val is None else recipe.val.data}
+    for section, data in sections.items():
+        for name, source in data.sources.items() if data is not None else ():
+            key = f"{section}.mix.{name}.source" if name else f"{section}.source"
+            if source.source.startswith(HUB_PREFIX):
+                yield key, HUB
+            elif is_data_file(source.source) and in_arrow(Path(source.source), source.with_.get("split")):
+                yield key, PARQUET
+            elif source.source in LIBRARIES:
+                yield key, source.source
 
 
 def _on_gpus(plan: Plan, worker: WorkerPlan) -> Iterator[str]:

@@ -114,6 +114,15 @@ def needed() -> list[Requirement]:
     return [*(need for need in requirements() if need.name in WORKER), *map(Requirement, BESIDE)]
 
 
+def is_installed(package: str) -> bool:
+    """Tell whether this Python has a package, in any version."""
+    try:
+        metadata.distribution(package)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
 def unsatisfied(needs: Sequence[Requirement], found: Mapping[str, str | None]) -> list[Requirement]:
     """Requirements that are missing (None), or found in an unsuitable version."""
     return [

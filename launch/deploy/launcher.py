@@ -22,6 +22,7 @@ from distflow.errors import RecipeError, UserError
 from distflow.flow.memory_fit import warnings as memory_warnings
 from distflow.flow.model_fit import position_problems
 from distflow.flow.plan import Plan
+from distflow.flow.validation import before_training
 from distflow.launch.agent.host_facts import gpus
 from distflow.launch.agent.start import LIMIT, agent_command, agent_lives, start_agent
 from distflow.launch.deploy.fan_out import SshWays, Ways
@@ -34,7 +35,7 @@ from distflow.launch.deploy.folder_contents import (
     unwritable,
     write_all,
 )
-from distflow.launch.deploy.host_checks import capacity, problems_here, space_problems
+from distflow.launch.deploy.host_checks import absent_models, capacity, problems_here, space_problems
 from distflow.launch.deploy.hostfile import Host
 from distflow.launch.deploy.job_environment import (
     JobRefused,
@@ -60,7 +61,15 @@ from distflow.launch.deploy.ssh import Transport
 from distflow.launch.observe.progress import Display, make_display
 from distflow.launch.observe.run_summary import reached, tell_end
 from distflow.launch.run.exit_status import conclude, finish
-from distflow.launch.run.folder import LOCK, MODES, claim, create_run_folder, existing_run_folder, remove_run_folder
+from distflow.launch.run.folder import (
+    LOCK,
+    MODES,
+    claim,
+    create_run_folder,
+    existing_run_folder,
+    remove_run_folder,
+    run_word,
+)
 from distflow.launch.run.process_table import parts_here, processes_of, sweep
 from distflow.launch.run.record import FILE_NAME, RunRecord, SubmittedJob, read_record
 from distflow.launch.run.resume import (
@@ -173,7 +182,8 @@ def launch_here(options: Options, loaded: LoadedRecipe, plan: Plan) -> int:
 def check_here(options: Options, loaded: LoadedRecipe, plan: Plan) -> None:
     """Raise RecipeError if this machine lacks something that the run needs."""
     needs = needs_here(plan, resume=options.resume)
-    if problems := problems_here(plan, loaded.origin) + space_problems(options.runs_dir, needs):
+    missing = [*problems_here(plan, loaded.origin), *absent_models(plan.recipe, loaded.origin)]
+    if problems := missing + space_problems(options.runs_dir, needs):
         raise RecipeError(problems)
 
 
@@ -272,7 +282,8 @@ def claim_folder(runs_dir: Path, name: str | None, plan: Plan, *, resume: bool) 
     lock = claim(run_dir)
     if any(processes_of(part) for part in parts_here(read_record(run_dir))):
         raise UserError(
-            f"{run_dir}: its workers are still running, without a host agent — wait, or `distflow stop {wanted}`"
+            f"{run_dir}: its workers are still running, without a host agent — wait, or "
+            f"`distflow stop {run_word(run_dir)}`"
         )
     return run_dir, lock
 
@@ -287,6 +298,8 @@ def begin(run_dir: Path, loaded: LoadedRecipe, plan: Plan, *, resume: bool, here
     for warning in (*plan.warnings, *(f"warning: {text}" for text in fit)):
         click.echo(warning)
     if not resume:
+        if first := before_training(plan):
+            click.echo(first)
         return Beginning()
     if (size := _size_of_newest(run_dir)) >= LARGE_BYTES:
         click.echo(f"checking the checkpoint ({size / 1e9:.0f} GB)")
@@ -354,7 +367,8 @@ def _note_done(run_dir: Path, step: int) -> None:
 def _report(record: RunRecord, options: Options) -> int:
     """Show how the run ended, or that it runs; returns the exit code."""
     if not record.over:
-        click.echo(f"running; `distflow status {record.name}` asks the workers, `distflow stop {record.name}` ends it")
+        run = run_word(record.path)
+        click.echo(f"running; `distflow status {run}` asks the workers, `distflow stop {run}` ends it")
         return 0
     return tell_end(record, options.runs_dir, () if options.resume else options.words)
 
@@ -396,7 +410,7 @@ def submit_jobs(runs: Sequence[Options]) -> int:
         except OSError as error:
             click.echo(f"note: `distflow status` will not know of job {number}: {unwritable(folder, error)}")
     if len(created) > 1:
-        click.echo(f"an array of {len(created)} runs: `distflow metrics {' '.join(run.name for run in created)}`")
+        click.echo(f"an array of {len(created)} runs: `distflow metrics {' '.join(map(run_word, created))}`")
     return 0
 
 

@@ -17,6 +17,7 @@ from distflow.errors import DistflowError
 from distflow.launch.agent.start import lock_host
 from distflow.launch.observe.run_client import Row, ask_all, ask_any_agent, worker_rows
 from distflow.launch.run.exit_status import as_it_ended, finish
+from distflow.launch.run.folder import run_word
 from distflow.launch.run.process_table import (
     HostPart,
     await_end,
@@ -94,12 +95,12 @@ def _check(run_dir: Path, parts: Iterable[HostPart], unheard: Iterable[int]) -> 
     if hosts := hosts or [*unheard]:
         raise DistflowError(
             f"{run_dir}: processes on {_listed(names, hosts)} cannot be stopped from here: no agent answers "
-            f"there — use `distflow stop {run_dir.name}` on that host"
+            f"there — use `distflow stop {run_word(run_dir)}` on that host"
         )
     if busy := _answering(record) if _unlisted(record) else []:
         raise DistflowError(
             f"{run_dir}: the run still goes on on {_listed(names, busy)}, where agents were asked to stop it — "
-            f"`distflow stop {run_dir.name}` waits for them again, with --timeout 0 nothing is saved any more"
+            f"`distflow stop {run_word(run_dir)}` waits for them again, with --timeout 0 nothing is saved any more"
         )
 
 

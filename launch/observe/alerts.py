@@ -11,6 +11,7 @@ from typing import Any
 from distflow.cluster.processes import ProcessId, agent_name
 from distflow.comm.tracker_processes import COUNTS, DROPPED_ROWS
 from distflow.comm.tracker_processes import FAILURES as TRACKER_FAILURES
+from distflow.launch.run.folder import run_word
 from distflow.launch.run.record import RunRecord
 from distflow.metrics.learning_signal import EQUAL, EQUAL_STEPS, EQUAL_TOLD, KEPT, LEAST_KEPT, left_out
 from distflow.metrics.merge import MetricsReader
@@ -144,7 +145,7 @@ class Alerts:
             name = entry.name
             if not entry.trains and name in before and name in record.pids and before[name] != record.pids[name]:
                 yield (
-                    f"{name} ended and was started again: `distflow logs {record.name} --worker "
+                    f"{name} ended and was started again: `distflow logs {run_word(record.path)} --worker "
                     f"{agent_name(entry.host)}` tells how it ended"
                 )
 

@@ -20,6 +20,7 @@ from distflow.comm.client import ask
 from distflow.comm.keys import Keys, key_file, read_keys
 from distflow.errors import ProtocolError, UserError
 from distflow.launch.run.exit_status import log_file
+from distflow.launch.run.folder import run_options, run_word
 from distflow.launch.run.process_table import HALTED, catches, describe_state, elsewhere, running, state_of
 from distflow.launch.run.record import RunRecord
 from distflow.runtime.process_record import SIGNAL, render
@@ -81,7 +82,7 @@ def without_agents(record: RunRecord) -> str:
         return ""
     return (
         f"no host agent of {record.name} answers: nothing restarts its workers — end it with `distflow stop "
-        f"{record.name}`, then continue with `distflow launch --resume --run {record.name}`"
+        f"{run_word(record.path)}`, then continue with `distflow launch --resume {run_options(record.path)}`"
     )
 
 
@@ -89,7 +90,7 @@ def answer_of_an_agent(record: RunRecord, kind: str, body: Mapping[str, Any], ti
     """As `ask_any_agent`, but raises UserError without an answer, or if the agent refuses."""
     answer = ask_any_agent(record, kind, body, timeout_s)
     if answer is None:
-        hint = f"`distflow status {record.name}` tells how the run is"
+        hint = f"`distflow status {run_word(record.path)}` tells how the run is"
         raise UserError(f"{command}: no host agent of {record.name} answers, so no workers can be started — {hint}")
     if "error" in answer:
         raise UserError(answer["error"])

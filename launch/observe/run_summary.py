@@ -107,7 +107,8 @@ def summary(record: RunRecord, recipe: Sequence[str], runs_dir: Path) -> Iterato
     yield from _memory(steps)
     yield from _on_disk(record.path)
     yield f"results: {record.run_dir}"
-    where = "" if runs_dir == Path("runs") else f" --runs-dir {runs_dir}"
+    folder = runs_dir if runs_dir.resolve() == record.path.parent.resolve() else record.path.parent
+    where = "" if folder.resolve() == Path("runs").resolve() else f" --runs-dir {shlex.quote(str(folder))}"
     yield "try next:"
     if record.state == "stopped" and progress.step:
         yield f"  {me} launch --resume --run {record.name}{where}"
@@ -120,7 +121,11 @@ def summary(record: RunRecord, recipe: Sequence[str], runs_dir: Path) -> Iterato
         yield f"  {me} export {record.name}{best} --to {record.name}-model{where}"
         if any(entry.generates for entry in record.workers):
             yield f"  {me} evaluate {record.name}{best}{where}"
-    yield f"  {me} plan {again} --worker {record.workers[0].name}"
+    # What validates alone may have had a model that lay in a folder just for this.
+    if not record.training_steps:
+        yield f"  {me} rollouts {record.name} --val{where}"
+    else:
+        yield f"  {me} plan {again} --worker {record.workers[0].name}"
 
 
 def held_out(steps: Sequence[Mapping[str, float]], chosen: tuple[Path, float, str] | None) -> Iterator[str]:

@@ -13,7 +13,7 @@ from msgspec import structs
 
 from distflow.cluster.processes import FAULTY, STOPPED, Exit, Failure, Outcome, agent_name
 from distflow.errors import WorkerFailed
-from distflow.launch.run.folder import try_claim
+from distflow.launch.run.folder import run_options, run_word, try_claim
 from distflow.launch.run.record import RunRecord, read_record
 from distflow.runtime.disk import END_ROOM, write_last
 from distflow.runtime.process_record import ProcessRecord, read_process
@@ -63,7 +63,7 @@ def explain(run_dir: Path, worker: str, ending: Exit) -> Failure:
             worker, 3 if ending.code in (AGAIN, FAULTY) else int(told["exit_code"]), error, message, traceback, log
         )
     if ending.code is None:
-        hint = f"resume from the last checkpoint: `distflow launch … --run {run_dir.name} --resume`"
+        hint = f"resume from the last checkpoint: `distflow launch … {run_options(run_dir)} --resume`"
         how = "was killed by" if ending.early is None else "ended with"
         return Failure(worker, 3, "WorkerFailed", f"{worker} {how} {ending} — {hint}", "", log)
     code = ending.code if ending.code in KNOWN_CODES else 3
@@ -97,7 +97,7 @@ def finish(record: RunRecord, outcome: Outcome) -> RunRecord:
     except OSError as error:
         raise WorkerFailed(
             f"{record.path}: the run is over ({outcome.state}), but run.json cannot be written ({error.strerror}) — "
-            f"free some space, then `distflow stop {record.name}` writes it"
+            f"free some space, then `distflow stop {run_word(record.path)}` writes it"
         ) from error
     return ended
 

@@ -175,8 +175,8 @@ def claim(run_dir: Path) -> int:
         ) from error
     if descriptor is None:
         raise UserError(
-            f"{run_dir}: this run is still running — watch it with `distflow status {run_dir.name}`, "
-            f"end it with `distflow stop {run_dir.name}`"
+            f"{run_dir}: this run is still running — watch it with `distflow status {run_word(run_dir)}`, "
+            f"end it with `distflow stop {run_word(run_dir)}`"
         )
     return descriptor
 
@@ -221,6 +221,20 @@ def find_run(run: str | None, runs_dir: Path, *, queued: bool = False) -> Path:
     raise UserError(_unknown(run, runs_dir))
 
 
+def run_word(run_dir: Path) -> str:
+    """Write a run for a command to paste: its name if commands look for it here anyway, else its path."""
+    return run_dir.name if _is_usual(run_dir) else shlex.quote(str(run_dir))
+
+
+def run_options(run_dir: Path) -> str:
+    """Write the options of `launch` that name a run, for a command to paste."""
+    return f"--run {run_dir.name}" + ("" if _is_usual(run_dir) else f" --runs-dir {shlex.quote(str(run_dir.parent))}")
+
+
+def _is_usual(run_dir: Path) -> bool:
+    return run_dir.parent.resolve() == Path("runs").resolve()
+
+
 def run_names(runs_dir: Path, *files: str) -> list[str]:
     """Names of the runs in a folder, sorted. `files`: one of which each has; by default run.json."""
     if not runs_dir.is_dir():
@@ -249,7 +263,7 @@ def _check_started(folder: Path) -> None:
 
 def _waits(job: SubmittedJob, folder: Path) -> str:
     return (
-        f"job {job.number} has not started this run yet — `distflow status {folder.name}` says where it stands, "
+        f"job {job.number} has not started this run yet — `distflow status {run_word(folder)}` says where it stands, "
         f"`scancel {job.number}` takes it out of the queue"
     )
 

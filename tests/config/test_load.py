@@ -68,6 +68,32 @@ def test_a_choice_may_be_one_that_another_choice_brings() -> None:
         assert recipe.models["critic"].head == "tokens"
 
 
+def test_null_is_no_list_and_no_mapping(tmp_path: Path) -> None:
+    """What an earlier layer says is taken away: an empty mapping would leave it."""
+    path = write(
+        tmp_path,
+        "defaults: [quickstart, _self_]\n"
+        "run: {trackers: {tensorboard: {logdir: here}}}\n"
+        "data: {with: {digits: 2}}\n"
+        "val: {sampling: {temperature: 0.0}}\n"
+        "layout: {pools: {trainer: {hosts: [a], each: {0: {threads: 2}}}}}\n"
+        "models: {policy: {optimizer: {groups: [{match: bias, weight_decay: 0.0}]}}}\n",
+    )
+    given = load_recipe(path).recipe
+    pool = given.layout.pools["trainer"]
+    assert all([given.run.trackers, given.data.with_, pool.hosts, pool.each, given.models["policy"].optimizer.groups])
+    keys = ["run.trackers", "data.with", "val.sampling", "layout.pools.trainer.hosts", "layout.pools.trainer.each"]
+    nothing = load_recipe(path, [f"{key}=null" for key in (*keys, "models.policy.optimizer.groups")]).recipe
+    pool = nothing.layout.pools["trainer"]
+    assert (nothing.run.trackers, nothing.data.with_, pool.hosts, pool.each) == ({}, {}, [], {})
+    assert nothing.val is not None
+    assert nothing.val.sampling == {}
+    assert nothing.models["policy"].optimizer.groups == []
+    assert load_recipe(path, ["run.trackers=null", "run.trackers.wandb.project=x"]).recipe.run.trackers == {
+        "wandb": {"project": "x"}
+    }
+
+
 def test_settings_of_steps_that_the_chosen_flow_lacks(tmp_path: Path) -> None:
     """Shipped ones are left out; own ones are refused with the line to remove them by."""
     sample = "flow:\n  steps:\n    sample: {with: {max_new_tokens: 8}}\n"

@@ -13,6 +13,7 @@ from distflow.flow.plan_text import plan_data, render_page
 from distflow.flow.planner import make_plan
 from distflow.flow.recipe_check import plan_recipe
 from distflow.flow.script import render_script
+from distflow.flow.validation import before_training
 from distflow.types import WorkerName
 
 
@@ -112,6 +113,25 @@ def test_rows_that_are_held_out_are_measured_by_the_training_workers() -> None:
         made
     )
     assert [str(worker.name) for worker in made.workers] == ["trainer/0"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["val.prompts=512"], "before training step 1 512 samples are validated (val.at_start=false leaves that out)"),
+        (
+            ["val.prompts=8", "val.samples_per_prompt=4"],
+            "before training step 1 32 samples (8 prompts × 4) are validat",
+        ),
+        (["val.every=2"], "validated (val.prompts=N takes the first N prompts, val.at_start=false leaves that out)"),
+        (["val.every=2", "val.at_start=false"], ""),
+        ([], ""),
+    ],
+)
+def test_what_is_validated_before_training_is_said(overrides: list[str], told: str) -> None:
+    found = before_training(plan_recipe("quickstart", overrides)[1])
+    assert told in found
+    assert bool(told) == bool(found)
 
 
 def test_without_validation_it_is_left_out() -> None:

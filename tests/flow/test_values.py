@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from distflow.config.plugins import PluginLibrary
+from distflow.config.plugins import LIBRARIES, PluginLibrary
 from distflow.config.schema import ModelConfig
 from distflow.errors import Problems, RecipeError
 from distflow.flow.model_roles import check_shapes, model_types
@@ -137,6 +140,56 @@ def test_what_this_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told[2].startswith(f"here: {rollout}.each.1.device — cuda:9, but")
     other = planned(f"{rollout}.python=/usr/bin/python3")
     assert problems_here(other, lambda key: "here", ask_pythons=False) == [], "that Python is asked itself"
+
+
+def test_null_for_a_setting_that_has_a_value_by_default() -> None:
+    with pytest.raises(RecipeError, match=r"with\.stop — expected text, or a list .* got null — .*, or leave it out"):
+        planned("flow.steps.sample.with.stop=null")
+    with pytest.raises(RecipeError, match=r"with\.logit_bias — expected .* got null — .*, or leave it out"):
+        planned("flow.steps.sample.with.logit_bias=null")
+
+
+def lacking(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
+    """Let these modules look as if they were not installed."""
+    known = {
+        name: replace(library, module=f"no_{library.module}") if library.module in modules else library
+        for name, library in LIBRARIES.items()
+    }
+    monkeypatch.setattr("distflow.launch.deploy.host_checks.LIBRARIES", known)
+
+
+def test_all_packages_that_a_recipe_needs_are_told_with_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    lacking(monkeypatch, "math_verify", "datasets", "wandb")
+    plan = plan_recipe("gsm8k", ["run.trackers.wandb.project=x"])[1]
+    tracker, reward, data = problems_here(plan, lambda key: "here")
+    assert [one.key for one in (tracker, reward, data)] == [
+        "run.trackers.wandb",
+        "flow.steps.reward.with.function",
+        "data.source",
+    ]
+    assert "needs the package 'no_datasets'" in data.message
+    assert "(val.data.source too)" in data.message
+    python = shlex.quote(sys.executable)
+    assert data.hint.endswith(
+        f"all 3 at once: {python} -m pip install 'wandb>=0.18' 'math-verify[antlr4_9_3]>=0.8' 'datasets>=3.0'"
+    )
+    lacking(monkeypatch, "reasoning_gym")
+    overrides = ["models.policy.path=hub/id", "flow.steps.reward.with.function={one: {function: reasoning_gym}}"]
+    (problem,) = problems_here(plan_recipe("reasoning", overrides)[1], lambda key: "here")
+    assert "(data.source too)" in problem.message, "one package, of which two keys ask"
+    assert "-m pip install 'reasoning-gym>=0.1.20'; or name a Python that has it" in problem.hint
+
+
+def test_packages_that_files_of_prompts_need(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    lacking(monkeypatch, "pyarrow")
+    (tmp_path / "tables").mkdir()
+    (tmp_path / "tables" / "train-00000.parquet").touch()
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1="}\n')
+    mixed = f"{{a: {{source: {tmp_path}/tables}}, b: {{source: {tmp_path}/rows.jsonl}}}}"
+    (problem,) = problems_here(planned(f"data.mix={mixed}"), lambda key: "here")
+    assert problem.key == "data.mix.a.source"
+    assert "needs the package 'no_pyarrow'" in problem.message
+    assert problems_here(planned(f"data.source={tmp_path}/rows.jsonl"), lambda key: "here") == []
 
 
 def test_settings_that_transformers_refuses_are_found_by_a_deep_look() -> None:

@@ -209,7 +209,9 @@ def test_a_worker_that_was_started_again_is_told_once(tmp_path: Path):
     assert list(alerts.of_processes(record())) == []
     assert list(alerts.of_processes(record(rollout_0=1, rollout_1=2, trainer_0=3))) == [], "the first time"
     (line,) = alerts.of_processes(record(rollout_0=1, rollout_1=5, trainer_0=6))
-    assert line == "rollout/1 ended and was started again: `distflow logs mine --worker agent/1` tells how it ended"
+    assert (
+        line == f"rollout/1 ended and was started again: `distflow logs {tmp_path} --worker agent/1` tells how it ended"
+    )
     assert list(alerts.of_processes(record(rollout_0=1, rollout_1=5, trainer_0=6))) == []
 
 

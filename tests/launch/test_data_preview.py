@@ -135,6 +135,21 @@ def test_gold_answers_as_the_run_will_see_them(recipe: str, tmp_path: Path, caps
     assert "5 of 5 prompts: " in out
 
 
+def test_rewards_that_ask_for_no_gold_answer(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """That there is none is told of functions that name it, themselves or by others of their file."""
+    (tmp_path / "own.py").write_text(
+        "def short(sample):\n    return -float(len(sample.response))\n\n"
+        "def any_column(completions, **kwargs):\n    return [float(len(text)) for text in completions]\n\n"
+        "def by_column(completions, answer=None, **kwargs):\n    return [0.0 for text in completions]\n\n"
+        "def truth(task):\n    return task.get('answer')\n\n"
+        "def by_another(sample):\n    return float(sample.response == truth(sample.task))\n"
+    )
+    rows(tmp_path, {"prompt": "1="}, {"prompt": "2="})
+    for name, told in (("short", False), ("any_column", False), ("by_column", True), ("by_another", True)):
+        preview(recipe, f"flow.steps.reward.with.function={tmp_path}/own.py:{name}")
+        assert ("2 of 2 prompts have no gold answer" in capsys.readouterr().out) == told, name
+
+
 def test_rows_without_any_gold_answer(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows(tmp_path, {"prompt": "1=", "solution": 1}, {"prompt": "2=", "solution": 2})
     preview(recipe, code=2)

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +18,15 @@ from distflow.launch.cli import run as distflow
 from distflow.launch.commands import export as exporting
 from distflow.launch.deploy.launcher import claim_folder
 from distflow.launch.run import folder
-from distflow.launch.run.folder import claim, create_run_folder, existing_run_folder, find_run, mode_of
+from distflow.launch.run.folder import (
+    claim,
+    create_run_folder,
+    existing_run_folder,
+    find_run,
+    mode_of,
+    run_options,
+    run_word,
+)
 from distflow.launch.run.record import RunRecord, read_record
 from distflow.launch.run.resume import find_checkpoint, forget_abandoned
 from distflow.runtime.checkpoint.format import share_of
@@ -127,10 +137,22 @@ def test_a_name_must_be_a_name(tmp_path):
         create_run_folder(tmp_path, "../x", explicit=True)
 
 
+def test_commands_to_paste_name_runs_from_where_one_is(tmp_path, monkeypatch):
+    """A run of the default folder by its name, any other by its path; both as shells read it."""
+    usual, other = make_run(tmp_path / "runs", "mine"), make_run(tmp_path / "my runs", "mine")
+    monkeypatch.chdir(tmp_path)
+    assert (run_word(usual), run_options(usual)) == ("mine", "--run mine")
+    for run, place in ((usual, tmp_path / "my runs"), (other, tmp_path)):
+        monkeypatch.chdir(place)
+        assert find_run(*shlex.split(run_word(run)), Path("runs")) == run
+        name, runs_dir = shlex.split(run_options(run))[1::2]
+        assert existing_run_folder(Path(runs_dir), name, explicit=True) == run
+
+
 def test_a_claimed_folder_cannot_be_claimed_again(tmp_path):
     run = make_run(tmp_path, "mine")
     lock = claim(run)
-    with pytest.raises(UserError, match="still running — watch it with `distflow status mine`"):
+    with pytest.raises(UserError, match=f"still running — watch it with `distflow status {run}`, end it with"):
         claim(run)
     os.close(lock)
     os.close(claim(run))

@@ -393,7 +393,7 @@ def test_a_full_disk_refuses_a_launch_and_leaves_the_name_free(launcher):
 def test_detach_returns_with_the_workers_running(launcher):
     code, out, _ = launcher.run("--detach")
     assert code == 0
-    assert "running; `distflow status quickstart`" in out
+    assert f"running; `distflow status {launcher.runs_dir / 'quickstart'}`" in out
     assert launcher.record("quickstart").state == "running"
 
 

@@ -116,7 +116,12 @@ def test_all_problems_of_a_recipe_are_raised_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"rum": "a"}, "there is no option 'rum' — did you mean 'run'"),
+        ({"rum": "a"}, "launch: rum — unknown keyword — did you mean 'run'"),
+        (
+            {"batch": {"prompts": 8}},
+            r'launch: batch — a recipe is given — its keys are overrides, as \["batch.KEY=VALUE"\]',
+        ),
+        ({"training_steps": 2}, r'did you mean run.training_steps\? overrides=\["KEY=VALUE"\]'),
         ({"detach": True}, "detach — a run from Python always goes on by itself"),
         ({"dry_run": True}, "dry_run — .*distflow plan"),
         ({"resume": "yes"}, "--resume — expected True or False, got 'yes'"),

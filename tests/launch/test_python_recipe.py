@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 import distflow
-from distflow.errors import PluginError, UserError
+from distflow.errors import PluginError, RecipeError, UserError
 from distflow.flow.recipe_check import plan_recipe
 from distflow.flow.resolve import resolve
 from distflow.launch.python_recipe import Functions, write_recipe
@@ -216,6 +216,44 @@ def test_the_recipe_is_one_that_can_be_planned(notebook: Notebook, tmp_path: Pat
 def test_what_does_not_go_together_is_refused(tmp_path: Path, given: dict[str, Any], why: str) -> None:
     with pytest.raises(UserError, match=why):
         distflow.launch(**given, runs_dir=str(tmp_path / "runs"))
+
+
+def test_keywords_of_other_tools_are_told_all_at_once(tmp_path: Path) -> None:
+    given = {
+        "model": "tiny",
+        "reward_funcs": len,
+        "train_dataset": ROWS,
+        "eval_dataset": ROWS,
+        "args": object(),
+        "num_generations": 4,
+        "learning_rate": 1e-5,
+        "processing_class": None,
+        "output_dir": "here",
+        "model_name_or_path": "tiny",
+        "report_to": "wandb",
+        "frobnicate": 1,
+    }
+    told = {
+        "reward_funcs": "reward=…",
+        "train_dataset": "data=…",
+        "eval_dataset": 'val={"data": {"source": …}}',
+        "args": "distflow convert FILE",
+        "num_generations": "did you mean batch.samples_per_prompt?",
+        "learning_rate": "did you mean models.policy.optimizer.lr?",
+        "processing_class": "the tokenizer in the model's folder",
+        "output_dir": "runs_dir=…",
+        "model_name_or_path": "model=…",
+        "report_to": "did you mean run.trackers.wandb=true?",
+        "frobnicate": "allowed: batch, data, ",
+    }
+    with pytest.raises(RecipeError) as raised:
+        distflow.launch(**given, runs_dir=str(tmp_path / "runs"))
+    found = {problem.key: problem.hint for problem in raised.value.problems}
+    assert list(found) == list(told)
+    assert {key: told[key] for key in told if told[key] in found[key]} == told
+    assert not (tmp_path / "runs").exists()
+    with pytest.raises(UserError, match=r"model is object; .* give a folder or a hub's id; model.save_pretrained"):
+        distflow.launch(model=object(), data=ROWS)
 
 
 def test_a_script_that_is_imported_for_its_functions_starts_no_run(tmp_path: Path) -> None:

@@ -102,8 +102,8 @@ def test_status_says_that_nothing_is_alive_of_a_run_that_was_killed(going, capsy
     assert "fake-0: failed, " in lines[0]
     assert lines[1].startswith("cause: the host agent ended before the run did")
     assert lines[3] == (
-        "none of its processes is alive — resume it with `distflow launch --resume --run fake-0`, or clean up with "
-        "`distflow stop fake-0`"
+        "none of its processes is alive — resume it with `distflow launch --resume --run fake-0 --runs-dir "
+        f"{going.run_dir.parent}`, or clean up with `distflow stop {going.run_dir}`"
     )
     distflow(["status", "--json", *runs_dir(going)])
     told = json.loads(capsys.readouterr().out)
@@ -122,8 +122,9 @@ def test_a_run_without_its_agent_and_fork_server_is_told_of(going, capsys):
         os.kill(going.pid(name), signal.SIGKILL)
     going.agent.wait()
     told = (
-        "no host agent of fake-0 answers: nothing restarts its workers — end it with `distflow stop fake-0`, "
-        "then continue with `distflow launch --resume --run fake-0`"
+        "no host agent of fake-0 answers: nothing restarts its workers — end it with `distflow stop "
+        f"{going.run_dir}`, then continue with `distflow launch --resume --run fake-0 --runs-dir "
+        f"{going.run_dir.parent}`"
     )
     assert distflow(["status", *runs_dir(going)]) == 0
     assert told in capsys.readouterr().out.splitlines()

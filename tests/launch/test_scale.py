@@ -149,7 +149,7 @@ def test_a_run_is_scaled_by_itself_by_one_process_at_a_time(run: OneHost, capsys
         try:
             assert "elastic: rollout has 1 workers, and will have 1 to 2" in first.stdout.readline()
             assert run.scale("rollout=auto") == 2
-            assert "another `distflow scale elastic …=auto` is at work" in capsys.readouterr().err
+            assert f"another `distflow scale {run.run_dir} …=auto` is at work" in capsys.readouterr().err
             first.send_signal(signal.SIGINT)
             assert first.wait(WAIT_S) == 130
             assert "no longer scaling; elastic continues with the workers that it has" in first.stdout.read()

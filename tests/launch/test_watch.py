@@ -48,7 +48,7 @@ def test_a_run_is_watched_to_its_end_by_any_number_and_not_disturbed_by_who_leav
         await_step(watcher)
     leaves.send_signal(signal.SIGINT)
     out, _ = leaves.communicate(timeout=WAIT_S)
-    assert out.splitlines()[-1] == "no longer watching; fake-0 continues — `distflow stop fake-0` ends it"
+    assert out.splitlines()[-1] == f"no longer watching; fake-0 continues — `distflow stop {run.run_dir}` ends it"
     assert leaves.returncode == 0
     assert run.record().state == "running"
     stop_run(run.run_dir, timeout_s=WAIT_S)

@@ -271,6 +271,26 @@ def no_gold(sample):
     return float(sample.response == "")
 
 
+def one_for_all(completions, **kwargs):
+    return [1.0]
+
+
+def a_mean(completions, **kwargs):
+    return sum(map(len, completions)) / len(completions)
+
+
+def of_different_ones(completions, **kwargs):
+    return [float(len(text)) for text in set(completions)]
+
+
+def by_length(prompts, completions, **kwargs):
+    return [float(len(text)) / (1.0 + max(map(len, completions))) for text in completions]
+
+
+async def by_length_later(completions, answer, **kwargs):
+    return by_length(None, completions)
+
+
 def unstable():
     return [PromptText(f"{random.random()}", {}) for _ in range(3)]
 
@@ -381,6 +401,9 @@ MISTAKES = {
     "text_reward": r"returned reward = '1\.0'; expected a number",
     "no_reward_key": r"returned keys \['score'\]; expected a number, or a key 'reward'",
     "raises": r"(?s)judge\.py.*sample\.task\[.solution.\].*KeyError.*Its task was made up, \{'answer': .*--data",
+    "one_for_all": r"all 6 responses to 2 prompts .* one call, as in a run:\s+ValueError: it returned 1 reward; exp",
+    "a_mean": r"(?s)by one call.*it returned float; expected a list with 6 rewards, one for each completion",
+    "of_different_ones": r"(?s)by one call.*it returned 3 rewards; expected 6, one for each completion",
     "changes_the_task": r"changes sample\.task for the response .*: all samples of a prompt share it",
     "moody": r"gives the response .* later: a sample that is made again after a loss",
     "unstable": r"gives another text for a second source .* first at index 0: .* let the index and a seed decide",
@@ -452,6 +475,18 @@ def test_what_is_right_is_not_told(folder: Path) -> None:
         report = told_of(name)
         assert report.of("wrong", "note") == [], name
         assert len(report.of("ok")) >= 2
+
+
+def test_rewards_that_compare_responses_are_judged_together(folder: Path) -> None:
+    """What a response gets may depend on the others of the call."""
+    for name, data, prompts in (
+        ("by_length", None, 2),
+        ("by_length_later", None, 2),
+        ("by_length", "prompts.jsonl", 1),
+    ):
+        report = told_of(name, data=data)
+        assert report.of("wrong") == [], name
+        assert any(f"{3 * prompts} responses to {prompts} prompt" in text for text in report.of("ok"))
 
 
 def test_a_replay_that_is_not_one(folder: Path) -> None:

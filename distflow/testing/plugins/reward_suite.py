@@ -16,7 +16,7 @@ from distflow.errors import UserError
 from distflow.testing.plugins.findings import IMPORTING, SuiteReport, cut
 from distflow.testing.plugins.subjects import Subject
 from distflow.types import Completion, FinishReason
-from distflow.workers.reward_judging import Rewards, Verdict, judge, reward_function
+from distflow.workers.reward_judging import Rewards, Verdict, judge, judge_together, reward_function
 
 ODD = (
     "",
@@ -35,6 +35,8 @@ SLOW_S = 0.1
 ENDING_S = 2.0
 """How long what the function has started may take to end."""
 MOST_TASKS = 8
+DIFFERENT = ("2", "I think that it is 12", "no answer at all")
+"""Responses to a prompt that are judged by one call, where a function takes lists."""
 
 
 def run_reward_suite(
@@ -49,6 +51,8 @@ def run_reward_suite(
         return None
     samples, before = list(_samples(tasks)), {child.pid for child in _children()}
     try:
+        if not _judges_together(function, subject, report, tasks):
+            return None
         verdicts = _judged(function, report, samples)
         _tell_failures(subject, report, samples, verdicts)
         _test_again(function, report, samples, verdicts)
@@ -99,6 +103,32 @@ def _completion(prompt: str, response: str, task: Mapping[str, Any], reason: Fin
     return Completion(prompt, response, deepcopy(task), reason, tuple(range(2, 2 + min(len(response), 64))))
 
 
+def _judges_together(
+    function: Rewards, subject: Subject, report: SuiteReport, tasks: Sequence[tuple[str, str]]
+) -> bool:
+    """Tell whether a function that takes lists judges several responses to two prompts by one call, as in a run.
+
+    True of other functions, which get one response. Alone, a list of one, whatever the responses, would look right.
+    """
+    if not any(part.lists for part in function.parts):
+        return True
+    prompts = [(prompt, json.loads(text)) for prompt, text in tasks[:2]]
+    samples = [_completion(prompt, response, task, "stop") for prompt, task in prompts for response in DIFFERENT]
+    report.begin(f"judging {len(samples)} responses by one call")
+    failed = [verdict for verdict in judge_together(function, samples) if verdict.failure]
+    to = f"to {len(prompts)} prompt{'s' * (len(prompts) > 1)}"
+    if not failed:
+        report.add("ok", f"judges {len(samples)} responses {to} by one call")
+        return True
+    many = "all" if len(failed) == len(samples) else f"{len(failed)} of the"
+    report.add(
+        "wrong",
+        f"fails on {many} {len(samples)} responses {to} that it gets by one call, as in a run:\n"
+        f"{failed[0].message}{_made_up(subject, samples[0])}",
+    )
+    return False
+
+
 def _judged(function: Rewards, report: SuiteReport, samples: Sequence[Completion]) -> list[Verdict]:
     """A verdict for each sample; tells of tasks that were changed, and of slowness."""
     verdicts, changed, longest = [], "", 0.0
@@ -131,16 +161,18 @@ def _tell_failures(
         report.add("ok", f"gives {len(samples)} responses, odd ones among them, a finite reward{more}")
         return
     sample, verdict = failed[0]
-    made_up = (
-        f"\nIts task was made up, {cut(dict(sample.task))}: --data FILE or --data ./file.py:name gives it real ones"
-        if subject.data is None
-        else ""
-    )
     report.add(
         "wrong",
         f"fails on {len(failed)} of {len(samples)} responses, first on {cut(sample.response)} "
-        f"(finish_reason {sample.finish_reason}):\n{verdict.message}{made_up}",
+        f"(finish_reason {sample.finish_reason}):\n{verdict.message}{_made_up(subject, sample)}",
     )
+
+
+def _made_up(subject: Subject, sample: Completion) -> str:
+    """Say which task was made up for the function, if one was."""
+    if subject.data is not None:
+        return ""
+    return f"\nIts task was made up, {cut(dict(sample.task))}: --data FILE or --data ./file.py:name gives it real ones"
 
 
 def _test_again(
