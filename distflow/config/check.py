@@ -19,7 +19,6 @@ from distflow.config.meanings import Meaning
 from distflow.config.other_tools import VERL, meant
 from distflow.config.schema import LONGEST_S, BatchConfig, ModelConfig, Recipe, StepConfig
 from distflow.config.section import is_empty_unless_given
-from distflow.config.trl_keys import TRL
 from distflow.config.yamlfile import KeyPath, dotted
 from distflow.errors import Places, Problem, Problems, did_you_mean, nearest
 
@@ -239,9 +238,9 @@ def _leaves(value: object, key: KeyPath) -> Iterator[tuple[KeyPath, object]]:
 def _foreign(path: KeyPath, value: object, own: int) -> str:
     """Return what a key of another tool is here; empty: not known.
 
-    By its whole path, as verl or TRL has it, else by its words from the last on, without the `own` first ones.
+    By its whole path, as verl has it, else by its words from the last on, without the `own` first ones.
     """
-    meaning = VERL.get(dotted(path)) or TRL.get(dotted(path), Meaning())
+    meaning = VERL.get(dotted(path), Meaning())
     said = meaning.text
     if "." in meaning.to and meaning.to != "run.trackers":
         key = meaning.to.replace("layout.pools.worker.", "layout.pools.NAME.")
