@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -132,7 +133,8 @@ def test_a_sweep_is_an_array_of_jobs_each_with_its_own_run(login: Login) -> None
     folders = [login.runs_dir / f"swept-seed-{seed}" for seed in range(2)]
     *shown, job, table = done.stdout.splitlines()
     assert shown == [str(folder) for folder in folders]
-    assert table == "an array of 2 runs: `distflow metrics swept-seed-0 swept-seed-1`"
+    words = shlex.join(map(str, folders))
+    assert table == f"an array of 2 runs: `distflow metrics {words}`"
     number = job.partition(":")[0].removeprefix("job ")
     for seed, folder in enumerate(folders):
         log = folder / "logs" / f"slurm-{number}_{seed}.log"

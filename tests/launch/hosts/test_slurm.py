@@ -265,7 +265,10 @@ def test_status_says_where_a_submitted_job_stands(tmp_path, monkeypatch, capsys,
     assert (told["run"], told["state"], told["job"]["number"]) == ("quickstart", state, "4711")
     for command in (["stop"], ["metrics", "quickstart"], ["launch", "--resume", "--run", "quickstart"]):
         assert distflow([*command, *runs]) == 2
-        assert "job 4711 has not started this run yet — `distflow status quickstart`" in capsys.readouterr().err
+        assert (
+            f"job 4711 has not started this run yet — `distflow status {tmp_path / 'runs/quickstart'}`"
+            in capsys.readouterr().err
+        )
 
 
 def test_status_of_a_stopped_run_says_that_a_job_will_go_on_with_it(tmp_path, monkeypatch, capsys):
