@@ -31,8 +31,7 @@ from distflow import StepContext, step
 from distflow.config.plugins import ENGINES
 from distflow.exchange.messages import Lease
 from distflow.flow.resolve import resolve
-from distflow.runtime.episode_loop import SETTLE_S, EpisodeLoop
-from distflow.runtime.episode_process import EpisodeProcess
+from distflow.runtime.episode_loop import SETTLE_S, EpisodeLoop, Episodes
 from distflow.runtime.generate_step import Generate, GenerateInThread, SampleLimits
 from distflow.runtime.main import SWITCH_S
 from distflow.runtime.protocols import Engine, EngineSpec
@@ -164,7 +163,7 @@ class Worker:
         while self.engine.progress():
             self.engine.poll()
 
-    def samples(self, steps: Steps, name: str, loop: EpisodeLoop | EpisodeProcess) -> Trajectories:
+    def samples(self, steps: Steps, name: str, loop: Episodes) -> Trajectories:
         """What is under way with one of the steps above."""
         return Trajectories(
             steps.step(name, loop), {"train": SampleLimits(1, LONGEST, LONGEST)}, NoText(), torch.float32

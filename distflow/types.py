@@ -6,11 +6,12 @@ V vocabulary, H heads, D head width.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from itertools import chain
 from numbers import Integral, Real
+from operator import index
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeGuard
 
@@ -189,6 +190,11 @@ _NUMBERS: Mapping[str, type] = {
 }
 
 
+def is_flag(value: object) -> bool:
+    """Tell whether this is True or False, of Python or of numpy, which is not imported here."""
+    return isinstance(value, bool) or (type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_"))
+
+
 def departing(settings: Mapping[str, Any] | SamplingParams) -> list[str]:
     """Name the settings of `DEPARTING` that change something; an empty mapping or list, and null, do not."""
     given = settings if isinstance(settings, Mapping) else {name: getattr(settings, name) for name in DEPARTING}
@@ -249,29 +255,48 @@ class SamplingParams:
         return replace(self, **DEPARTING)
 
     def __post_init__(self) -> None:
-        """Raises TypeError for what is of another kind; which numbers are possible is for engines to say."""
+        """Give all values the plain types that they have in all requests. Raises TypeError for what is of another kind;
+        which numbers are possible is for engines to say."""
         if type(self.stop) is not tuple or type(self.logit_bias) is not tuple:
             self._settle()
-        reals = type(self.temperature) is type(self.top_p) is float
-        whole = type(self.top_k) is type(self.max_new_tokens) is int and type(self.stop_token_ids) is tuple
-        if reals and whole and not (self.stop or self.min_p or self.shifts):
-            return  # as of nearly all samples; to ask the abstract classes takes three times as long
+        reals = type(self.temperature) is type(self.top_p) is type(self.min_p) is type(self.repetition_penalty) is float
+        whole = type(self.top_k) is type(self.max_new_tokens) is type(self.min_new_tokens) is int
+        if not (reals and whole and type(self.include_stop_str_in_output) is bool):
+            self._plain_numbers()  # to ask the abstract classes takes three times as long
+        if type(self.stop_token_ids) is not tuple or not set(map(type, self.stop_token_ids)) <= {int}:
+            self._plain_tokens()
+        if self.stop and not all(isinstance(text, str) and text for text in self.stop):
+            raise TypeError(f"SamplingParams(stop={self.stop!r}): expected texts of at least one character")
+
+    def _plain_numbers(self) -> None:
         for name, kind in _NUMBERS.items():
-            if not isinstance(getattr(self, name), kind):
+            value: Any = getattr(self, name)
+            if is_flag(value) or not isinstance(value, kind):
                 expected = "an integer" if kind is Integral else "a number"
                 raise TypeError(f"SamplingParams({name}={getattr(self, name)!r}): expected {expected}")
-        if not isinstance(self.stop_token_ids, Collection):
-            raise TypeError(
-                f"SamplingParams(stop_token_ids={self.stop_token_ids!r}): expected token ids, or () for none"
-            )
-        if not all(isinstance(text, str) and text for text in self.stop):
-            raise TypeError(f"SamplingParams(stop={self.stop!r}): expected texts of at least one character")
+            plain: Callable[[Any], object] = int if kind is Integral else float
+            object.__setattr__(self, name, plain(getattr(self, name)))
+        shows = self.include_stop_str_in_output
+        if not is_flag(shows):
+            raise TypeError(f"SamplingParams(include_stop_str_in_output={shows!r}): expected True or False")
+        object.__setattr__(self, "include_stop_str_in_output", bool(shows))
+
+    def _plain_tokens(self) -> None:
+        given: Any = self.stop_token_ids
+        try:
+            found = None if isinstance(given, str) or any(map(is_flag, given)) else tuple(map(index, given))
+        except TypeError:
+            found = None
+        if found is None:
+            raise TypeError(f"SamplingParams(stop_token_ids={given!r}): expected token ids, or () for none")
+        object.__setattr__(self, "stop_token_ids", found)
 
     def _settle(self) -> None:
         """Give `stop` and `logit_bias` the forms that they have in all requests: tuples, of pairs by token id."""
         if not isinstance(self.stop, str | Collection):
             raise TypeError(f"SamplingParams(stop={self.stop!r}): expected a text, or several")
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        texts = (self.stop,) if isinstance(self.stop, str) else self.stop
+        object.__setattr__(self, "stop", tuple(str(text) if isinstance(text, str) else text for text in texts))
         try:
             pairs = tuple(sorted((int(token), float(bias)) for token, bias in dict(self.logit_bias).items()))
         except (TypeError, ValueError) as error:

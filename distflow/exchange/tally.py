@@ -42,6 +42,9 @@ class Tally:
     def __init__(self, by_all: Callable[[], Counts] | None = None) -> None:
         self.own = Counts()
         """Of this worker since it started."""
+        self.recent = Counts()
+        """Of all workers, as of the last `note`: the last `RECENT` samples, or a few more, as many as were told of
+        together."""
         self._by_all = by_all
         self._before: deque[Counts] = deque()
         """What was known earlier: the newest that is older than `RECENT` samples, and all since."""
@@ -54,14 +57,14 @@ class Tally:
         """Of all workers that run the step, as far as known; zeros until the first owner is heard."""
         return self.own if self._by_all is None else self._by_all()
 
-    def recent(self) -> Counts:
-        """Count over all workers the last `RECENT` samples, or a few more: as many as were told of together. To be
-        called whenever samples have been judged, since it is then that it learns where they end. What others had judged
-        before this worker began does not count."""
+    def note(self) -> None:
+        """Take down what is known over all workers. To be called whenever samples have been judged, since it is by this
+        that the last `RECENT` of them are told apart. What others had judged before this worker began does not count.
+        """
         now, before = self.by_all(), self._before
         if not before:
             if not now.judged:
-                return Counts()
+                return
             earlier = max(0, now.judged - self.own.judged)
             before.append(Counts(earlier, min(earlier, max(0, now.failed - self.own.failed))))
         if now.judged < before[-1].judged:
@@ -71,12 +74,13 @@ class Tally:
             before.append(now)
         while len(before) > 1 and before[1].judged <= now.judged - RECENT:
             before.popleft()
-        return Counts(now.judged - before[0].judged, now.failed - before[0].failed)
+        self.recent = Counts(now.judged - before[0].judged, now.failed - before[0].failed)
 
     def too_many(self, rate: float) -> str:
-        """Say of how many samples too many failed for the step to be of use: more than `rate` of the last ones, or all
-        of this worker's first ones; "" if it is not so."""
-        recent = self.recent()
+        """Note what is known, and say of how many samples too many failed for the step to be of use: more than `rate`
+        of the last ones, or all of this worker's first ones; "" if it is not so."""
+        self.note()
+        recent = self.recent
         if self.all_failed and rate < 1.0:
             return f"all of the first {self.own.judged} samples"
         return f"{recent.failed} of {recent.judged} samples" if recent.exceed(rate) else ""

@@ -40,6 +40,7 @@ from distflow.runtime.sample_errors import EngineNumbers
 from distflow.runtime.steps import ServedContext, StepContext
 from distflow.runtime.trace_writer import UNTRACED, Tracer, TraceSink
 from distflow.runtime.trajectories import Trajectories
+from distflow.runtime.waits import WaitBoard
 from distflow.types import LeaseKind, Version, WorkerName, is_validated, prefixed
 
 log = logger(__name__)
@@ -382,17 +383,16 @@ def _temperature(step: StepPlan) -> float:
 
 
 def start_episodes(
-    setting: Setting, metrics: MetricStore, now: Callable[[str], tuple[int, int]], crowded: Callable[[str], None]
+    setting: Setting, metrics: MetricStore, now: Callable[[str], tuple[int, int]], board: WaitBoard
 ) -> EpisodeProcess:
-    """Start the process of this worker's episodes. `now`: the training step and version of a step; `crowded`: makes the
-    worker begin anew, and says why."""
+    """Start the process of this worker's episodes. `now`: the training step and version of a step."""
     me = setting.me
     assert setting.path is not None, "a worker whose episodes have a process has been read from a file"
     first = next(step.name for step in me.steps if step.role == "generate")
     title = f"distflow {setting.run_dir.name} {me.name} episodes"
     output = setting.run_dir / "logs" / f"{me.name.file_stem}.episodes.log"
     start = partial(KeptProcess, EPISODES, [str(setting.path)], title, output)
-    return EpisodeProcess(start, partial(now, first), metrics, crowded)
+    return EpisodeProcess(start, partial(now, first), metrics, partial(board.shown, peers=()))
 
 
 def build_trajectories(

@@ -13,22 +13,55 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from contextvars import ContextVar, copy_context
+from dataclasses import dataclass, field
 from functools import partial
 from inspect import isawaitable, iscoroutinefunction
+from math import inf
 from operator import index
 from pathlib import Path
 from types import CoroutineType
 from typing import Any, NamedTuple, Protocol
+from weakref import WeakSet
 
 import msgspec
 from xxhash import xxh3_64_intdigest
 
 from distflow.exchange.partials import ANSWER_BYTES
-from distflow.runtime.episode_loop import NUMBERS, EpisodeLoop, Numbers, innermost
-from distflow.types import CallNumber, Completion, Episode, SampleKey, SamplingParams
+from distflow.types import CallNumber, Completion, Episode, SampleKey, SamplingParams, is_flag
+
+
+@dataclass(slots=True, eq=False)
+class Belongings:
+    """What an episode has made."""
+
+    tasks: WeakSet[asyncio.Task[Any]] = field(default_factory=WeakSet)
+    over_since: float = inf
+    """When it has ended, in whatever way, or was ended."""
+
+
+@dataclass(slots=True, eq=False)
+class Numbers:
+    """The numbers of what a task of an episode begins: calls of `generate`, and tasks, in the order of its code."""
+
+    path: CallNumber = ()
+    """The number of the task itself; that of the episode has none."""
+    next: int = 0
+    episode: Belongings = field(default_factory=Belongings)
+    tool: str = ""
+    """Of the tool that runs: what is begun there happens once, and is no part of what is played again."""
+
+    def take(self) -> CallNumber:
+        """Number something."""
+        self.next += 1
+        return (*self.path, self.next - 1)
+
+
+NUMBERS: ContextVar[Numbers] = ContextVar("numbers")
+"""Of the task that runs."""
 
 
 class AskedTokens(msgspec.Struct, frozen=True, tag=True):
@@ -113,6 +146,28 @@ def in_order(news: tuple[Attempt, Event]) -> tuple[SampleKey, int, int, CallNumb
     return attempt.key, attempt.number, 2, ()
 
 
+class AttemptLoop(Protocol):
+    """The loop on which attempts of this process run."""
+
+    @property
+    def threads(self) -> futures.Executor:
+        """Where steps that are plain functions run."""
+
+    @property
+    def asyncio_loop(self) -> asyncio.AbstractEventLoop:
+        """Where tasks are made."""
+
+    @property
+    def thread(self) -> int:
+        """The number of its thread."""
+
+    def keep(self, task: asyncio.Task[Any]) -> None:
+        """Keep a task until it has ended."""
+
+    def arrived(self, episode: object) -> None:
+        """An episode in a thread of its own has come to its next request, or to its end."""
+
+
 class Attempt(Protocol):
     """An attempt, numbered from 1, wherever it runs. `begin`, `answer`, `refuse` and `close` are posted to the loop."""
 
@@ -154,7 +209,7 @@ class LocalAttempt:
         function: Callable[[Any], Any],
         *,
         blocking: bool,
-        loop: EpisodeLoop,
+        loop: AttemptLoop,
         hear: Hear,
         number: int = 1,
         first: int = 0,
@@ -323,6 +378,8 @@ class LocalAttempt:
     def _in_thread(self) -> None:
         self._thread = threading.get_ident()
         try:
+            if self._over:  # while it waited for a thread
+                raise asyncio.CancelledError("the sample is not wanted any more")
             value = self._function(self._ask_in_thread)
         except BaseException as error:
             self._end(Raised(error))
@@ -356,8 +413,8 @@ class LocalAttempt:
         loop = self._loop.asyncio_loop
         if threading.get_ident() != self._loop.thread:
             raise RuntimeError(_NOT_HERE.format("generate"))
-        ids = _checked(prompt_ids, params)
-        asked = AskedTokens(self._own_numbers("generate(…)").take(), ids, params, train, aside)
+        about = _checked(prompt_ids, params, train=train, aside=aside)
+        asked = AskedTokens(self._own_numbers("generate(…)").take(), *about)
         future: asyncio.Future[Completion] = loop.create_future()
         self._put(asked, future)
         future.add_done_callback(lambda done: self._given_up(asked.call, done))
@@ -373,13 +430,20 @@ class LocalAttempt:
         """Make a request, and wait for the answer; raises TypeError as `_ask`."""
         if threading.get_ident() != self._thread:
             raise RuntimeError(_NOT_HERE.format("generate"))
-        ids = _checked(prompt_ids, params)
-        asked = AskedTokens(self._own_numbers("generate(…)").take(), ids, params, train, aside)
+        about = _checked(prompt_ids, params, train=train, aside=aside)
+        asked = AskedTokens(self._own_numbers("generate(…)").take(), *about)
         future: futures.Future[Completion] = futures.Future()
         self._put(asked, future)
         self._loop.arrived(self)
         # Its deadline is that of the episode, which is closed by it.
         return future.result()
+
+
+def innermost(calls: Sequence[tuple[str, int | None]]) -> str:
+    """Say where nested calls, each with its file and line, are in the file of the outermost one, as `file:line`; "" for
+    none."""
+    own = [f"{file}:{line}" for file, line in calls if file == calls[0][0]]
+    return own[-1] if own else ""
 
 
 _HERE = str(Path(__file__).parent)
@@ -389,17 +453,23 @@ _NOT_HERE = (
 )
 
 
-def _checked(prompt_ids: Sequence[int], params: object) -> tuple[int, ...]:
-    """The same tuple, if it is one of integers."""
+def _checked(
+    prompt_ids: Sequence[int], params: object, **flags: object
+) -> tuple[tuple[int, ...], SamplingParams, bool, bool]:
+    """The same as plain values, which mean the same wherever they go; raises TypeError."""
     if not isinstance(params, SamplingParams):
         raise TypeError(f"generate(prompt_ids, params): params is a {type(params).__name__}; expected SamplingParams")
-    found = tuple(prompt_ids)
-    if set(map(type, found)) <= {int}:
-        return found
+    for name, value in flags.items():
+        if not is_flag(value):
+            raise TypeError(f"generate(prompt_ids, params, {name}={value!r}): expected True or False")
     try:
-        return tuple(map(index, found))
-    except TypeError as error:
+        found = tuple(prompt_ids)
+        found = found if set(map(type, found)) <= {int} else tuple(map(index, found))
+        array("q", found)
+    except (TypeError, OverflowError) as error:
         raise TypeError(f"generate(prompt_ids, params): {error}; expected token ids, which are integers") from error
+    train, aside = map(bool, flags.values())
+    return found, params, train, aside
 
 
 def packed(name: str, value: object, had: int) -> bytes:

@@ -21,19 +21,22 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Coroutine, Generator, Sequence
+from collections.abc import Callable, Collection, Generator
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, suppress
-from contextvars import Context, ContextVar, copy_context
-from dataclasses import dataclass, field
+from contextvars import Context, copy_context
+from functools import partial
+from itertools import pairwise
 from math import inf
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
-from weakref import WeakSet
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 from distflow.errors import StepError
+from distflow.flow.plan import StepPlan
 from distflow.log import logger
-from distflow.types import CallNumber
+from distflow.runtime.attempt import NUMBERS, Attempt, Belongings, Hear, LocalAttempt, Numbers, innermost
+from distflow.types import Episode
 
 SETTLE_S = 0.005
 """So long the thread of an engine waits for episodes: a decode step of a small model takes as long."""
@@ -48,6 +51,10 @@ BLOCKED_S = 0.5
 """A loop that has run nothing for so long is held up."""
 CLEANUP_S = 5.0
 """So long what was cancelled may take to end."""
+LEAVE_S = 3 * CLEANUP_S
+"""So long the end of a loop may take: of its episodes, of what they share, and of all that is left."""
+SETUP_S = 120.0
+"""So long what episodes share may take until it is there, further tries included: clients may load models."""
 CROWDED = 0.25
 """Of the threads that there may be, so many may be busy for episodes that are over."""
 CLOSE_S = 2.0
@@ -58,41 +65,15 @@ BACK_OFF_S = (0.5, 2.0, 8.0)
 IDLE_S = 10.0
 """So long a thread waits for something to run before it ends."""
 Setup = Callable[[Any], AbstractAsyncContextManager[Any]]
+Begin = Callable[[Episode, Any], Any]
+"""Begins a step for an episode, given what to ask by."""
 P = ParamSpec("P")
 T = TypeVar("T")
 log = logger(__name__)
 
 
-@dataclass(slots=True, eq=False)
-class Belongings:
-    """What an episode has made."""
-
-    tasks: WeakSet[asyncio.Task[Any]] = field(default_factory=WeakSet)
-    over_since: float = inf
-    """When it has ended, in whatever way, or was ended."""
-
-
-@dataclass(slots=True, eq=False)
-class Numbers:
-    """The numbers of what a task of an episode begins: calls of `generate`, and tasks, in the order of its code."""
-
-    path: CallNumber = ()
-    """The number of the task itself; that of the episode has none."""
-    next: int = 0
-    episode: Belongings = field(default_factory=Belongings)
-    tool: str = ""
-    """Of the tool that runs: what is begun there happens once, and is no part of what is played again."""
-
-    def take(self) -> CallNumber:
-        """Number something."""
-        self.next += 1
-        return (*self.path, self.next - 1)
-
-
 _OURS = (str(Path(__file__).parent), str(Path(asyncio.__file__).parent), str(Path(threading.__file__).parent))
 """Folders of code that is no user's."""
-NUMBERS: ContextVar[Numbers] = ContextVar("numbers")
-"""Of the task that runs."""
 
 
 class DaemonThreads(ThreadPoolExecutor):
@@ -108,6 +89,7 @@ class DaemonThreads(ThreadPoolExecutor):
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._mutex = threading.Lock()
         self._idle = self._running = 0
+        """Threads that are free, less what waits for one; and all there are."""
         self._busy: dict[int, Belongings] = {}
         """For which episodes threads are busy, by their numbers."""
 
@@ -131,13 +113,13 @@ class DaemonThreads(ThreadPoolExecutor):
             self._busy.pop(me, None)
 
         with self._mutex:
-            starts = not self._idle and self._running < self._most()
-            if starts:
-                self._running += 1
-            else:
-                self._idle -= 1
+            self._idle -= 1
+            # There may be more threads than when others were submitted, which wait.
+            more = max(0, min(-self._idle, self._most() - self._running))
+            self._idle += more
+            self._running += more
         self._work.put(work)
-        if starts:
+        for _ in range(more):
             threading.Thread(target=self._serve, name="episode", daemon=True).start()
         return future
 
@@ -199,12 +181,12 @@ class ServingClock:
         self.now = 0.0
         self._last = time.monotonic()
 
-    def tick(self, every_s: float) -> bool:
-        """Let it go on; returns whether that was not done for so long."""
+    def tick(self, every_s: float, *, stands: bool) -> bool:
+        """Let it go on, unless it `stands` now; returns whether that was not done for so long."""
         now = time.monotonic()
         if now < self._last + every_s:
             return False
-        self.now += min(now - self._last, LONGEST_S)
+        self.now += 0.0 if stands else min(now - self._last, LONGEST_S)
         self._last = now
         return True
 
@@ -238,8 +220,9 @@ class EpisodeLoop:
         self._posted = self._run = self._settled = self._awaited = 0
         """Numbers of posts: the newest one, the newest that has been run, the newest that has had its effect, and the
         newest that was waited for."""
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._leaves: list[Callable[[], Coroutine[Any, Any, None]]] = []
+        self._tasks: set[asyncio.Task[Any]] = set()
+        """Of episodes."""
+        self._setups: list[StepSetup] = []
         self._ending: asyncio.Task[None] | None = None
         self._waits_since = 0.0
         """Since when something waits to be run."""
@@ -302,9 +285,32 @@ class EpisodeLoop:
             )
         return places
 
-    def at_end(self, leave: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run this on the loop before it ends."""
-        self._leaves.append(leave)
+    @property
+    def preparing(self) -> bool:
+        """As of any episodes."""
+        return any(setup.entering for setup in self._setups)
+
+    def await_start(self) -> None:
+        """As of any episodes: the first post starts it."""
+
+    def attempt(self, step: AttemptedStep, episode: Episode, hear: Hear, *, number: int, first: int) -> LocalAttempt:
+        """As of any episodes."""
+        begin, blocking = partial(step.begin, episode), step.blocking
+        return LocalAttempt(episode, begin, blocking=blocking, loop=self, hear=hear, number=number, first=first)
+
+    def behind(self, setup: StepSetup, begin: Begin, *, blocking: bool) -> Begin:
+        """As of any episodes; the setup is left before the loop ends."""
+        self._setups.append(setup)
+
+        async def begun(episode: Episode, generate: Any) -> Any:
+            await setup.ready()
+            return await begin(episode, generate)
+
+        def begun_in_thread(episode: Episode, generate: Any) -> Any:
+            setup.ready_in_thread(self.asyncio_loop)
+            return begin(episode, generate)
+
+        return begun_in_thread if blocking else begun
 
     def count(self, more: int) -> None:
         """So many more episodes are open: each may have a thread."""
@@ -316,7 +322,7 @@ class EpisodeLoop:
         if loop is None or thread is None:
             return
         loop.call_soon_threadsafe(self._end)
-        thread.join(CLEANUP_S + CLOSE_S)
+        thread.join(LEAVE_S + CLOSE_S)
         self.threads.shutdown(wait=False)
         self._loop = None
 
@@ -333,8 +339,8 @@ class EpisodeLoop:
         """The number of its thread."""
         return self._ident
 
-    def keep(self, task: asyncio.Task[None]) -> None:
-        """Keep a task until it has ended: asyncio does not, and the sample may be forgotten before."""
+    def keep(self, task: asyncio.Task[Any]) -> None:
+        """Keep a task of an episode until it has ended: asyncio does not, and the sample may be forgotten before."""
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -349,7 +355,7 @@ class EpisodeLoop:
     def _started(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
             self._loop = asyncio.SelectorEventLoop(_WatchedSelector(self._is_idle))
-            self._loop.set_task_factory(_make_task)
+            self._loop.set_task_factory(self._make_task)
             self._loop.set_default_executor(self.threads)
             self._thread = threading.Thread(target=self._serve, args=[self._loop], name="episodes", daemon=True)
             self._thread.start()
@@ -374,32 +380,36 @@ class EpisodeLoop:
                 self._settled = self._run
                 self._quiet.notify_all()
 
+    def _make_task(
+        self, loop: asyncio.AbstractEventLoop, coro: Generator[Any, None, T] | Any, context: Context | None = None
+    ) -> asyncio.Task[Any]:
+        """A task of an episode gets the next number of the task that makes it, and numbers of its own."""
+        if isinstance(coro, asyncio.Future):
+            # As `asyncio.create_task(generate(…))`, which is as good as `await` of the same later.
+            coro = _result(coro)
+        numbers = NUMBERS.get(None)
+        if numbers is None:
+            return asyncio.Task(coro, loop=loop, context=context)
+        own = copy_context() if context is None else context.copy()
+        own.run(NUMBERS.set, Numbers(numbers.take(), episode=numbers.episode, tool=numbers.tool))
+        task: asyncio.Task[Any] = asyncio.Task(coro, loop=loop, context=own)
+        numbers.episode.tasks.add(task)
+        self.keep(task)
+        return task
+
     def _end(self) -> None:
-        for task in asyncio.all_tasks(self.asyncio_loop):
-            task.cancel()
         self._ending = asyncio.Task(self._last(), loop=self.asyncio_loop)
 
     async def _last(self) -> None:
-        """Wait for what was cancelled, and leave what was entered, for a moment."""
-        try:
-            async with asyncio.timeout(CLEANUP_S):
-                await asyncio.gather(*self._tasks, return_exceptions=True)
-                for leave in self._leaves:
-                    await leave()
-        except Exception as error:
-            log.warning("the episodes of this worker did not end in order: %r", error)
+        """End the episodes, then leave what they share, which they may need to the last; each for a moment."""
+        await _end_tasks(self._tasks.copy())
+        await asyncio.gather(*(setup.leave() for setup in self._setups))
+        await _end_tasks({task for task in asyncio.all_tasks() if task is not self._ending})
         self.asyncio_loop.stop()
 
 
 ALONE = EpisodeLoop()
 """The loop of a process that is no worker, such as one that tests a step."""
-
-
-def innermost(calls: Sequence[tuple[str, int | None]]) -> str:
-    """Say where nested calls, each with its file and line, are in the file of the outermost one, as `file:line`; "" for
-    none."""
-    own = [f"{file}:{line}" for file, line in calls if file == calls[0][0]]
-    return own[-1] if own else ""
 
 
 def _place(thread: int) -> str:
@@ -409,21 +419,15 @@ def _place(thread: int) -> str:
     return innermost([(file, line) for file, line in calls if not file.startswith(_OURS)])
 
 
-def _make_task(
-    loop: asyncio.AbstractEventLoop, coro: Generator[Any, None, T] | Any, context: Context | None = None
-) -> asyncio.Task[Any]:
-    """A task of an episode gets the next number of the task that makes it, and numbers of its own."""
-    if isinstance(coro, asyncio.Future):
-        # As `asyncio.create_task(generate(…))`, which is as good as `await` of the same later.
-        coro = _result(coro)
-    numbers = NUMBERS.get(None)
-    if numbers is None:
-        return asyncio.Task(coro, loop=loop, context=context)
-    own = copy_context() if context is None else context.copy()
-    own.run(NUMBERS.set, Numbers(numbers.take(), episode=numbers.episode, tool=numbers.tool))
-    task: asyncio.Task[Any] = asyncio.Task(coro, loop=loop, context=own)
-    numbers.episode.tasks.add(task)
-    return task
+async def _end_tasks(tasks: Collection[asyncio.Task[Any]]) -> None:
+    """Cancel tasks, and wait for them for a moment."""
+    for task in tasks:
+        task.cancel()
+    left = (await asyncio.wait(tasks, timeout=CLEANUP_S))[1] if tasks else ()
+    if left:
+        log.warning(
+            "%d tasks of episodes go on %g s after they were cancelled, and are left alone", len(left), CLEANUP_S
+        )
 
 
 async def _result(future: asyncio.Future[T]) -> T:
@@ -444,46 +448,140 @@ class StepSetup:
 
     @step(role="generate", reads=[], writes=[], setup=clients)
 
-    It is entered on the event loop before the first episode, and left when the loop ends.
+    It is entered on the event loop before the first episode, and left when the loop ends, by one task, as cancel scopes
+    have to be: those of anyio, and so clients of MCP servers.
 
-    `make` is the step's; `give` gets what it yields; `failed` makes a message of what it raises.
+    `make` is the step's; `give` gets what it yields; `failed` makes a message of what is raised there and of what the
+    setup has done.
     """
 
     def __init__(
-        self, make: Setup, context: Any, give: Callable[[Any], None], failed: Callable[[Exception], str]
+        self, make: Setup, context: Any, give: Callable[[Any], None], failed: Callable[[BaseException, str], str]
     ) -> None:
         self._make = make
         self._context = context
         self._give = give
         self._failed = failed
         self._entering: asyncio.Task[None] | None = None
-        self._manager: AbstractAsyncContextManager[Any] | None = None
+        self._life: asyncio.Task[None] | None = None
+        self._over = asyncio.Event()
+        self._until = 0.0
+        """When it is entered, or has failed, unless it holds up the loop."""
+
+    @property
+    def entering(self) -> bool:
+        """Tell whether it is waited for now."""
+        return self._entering is not None and not self._entering.done() and time.monotonic() < self._until
 
     async def ready(self) -> None:
         """Return when it is entered; raises SetupFailed."""
         if self._entering is None:
+            self._until = time.monotonic() + SETUP_S + 2 * CLEANUP_S
             # In a context of its own: it is no task of the episode that comes first.
-            loop = asyncio.get_running_loop()
-            self._entering = asyncio.Task(self._enter(), loop=loop, context=Context())
+            self._entering = asyncio.Task(self._enter(), loop=asyncio.get_running_loop(), context=Context())
         await asyncio.shield(self._entering)
 
+    def ready_in_thread(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Return when it is entered on this loop, within the same time; raises SetupFailed, and `CancelledError` where
+        the episode is over."""
+        waiting = asyncio.run_coroutine_threadsafe(self.ready(), loop)
+        try:
+            waiting.result(SETUP_S + 2 * CLEANUP_S)
+        except futures.CancelledError:
+            raise asyncio.CancelledError("the sample is not wanted any more") from None
+        except TimeoutError as error:
+            raise SetupFailed(self._failed(error, "holds up the event loop")) from error
+
     async def leave(self) -> None:
-        """Leave it, if it was entered."""
-        if self._entering is not None:
+        """Leave it, if it was entered, and log what goes wrong."""
+        if self._life is None:
+            return
+        if self._entering is not None and not self._entering.done():
             self._entering.cancel()
-        if self._manager is not None:
-            await self._manager.__aexit__(None, None, None)
+            self._life.cancel()
+        self._over.set()
+        await asyncio.wait([self._life], timeout=CLEANUP_S)
+        if not self._life.done():
+            log.warning("%s", self._failed(TimeoutError(), f"was not left within {CLEANUP_S:g} s"))
+        elif not self._life.cancelled() and (error := self._life.exception()) is not None:
+            log.warning("%s", self._failed(error, f"raised {type(error).__name__} when it was left"))
 
     async def _enter(self) -> None:
-        for wait_s in (*BACK_OFF_S, None):
+        """Have a task enter it in time."""
+        loop = asyncio.get_running_loop()
+        entered: asyncio.Future[None] = loop.create_future()
+        self._life = asyncio.Task(self._live(entered), loop=loop, context=Context())
+        for limit_s in (SETUP_S, CLEANUP_S):
+            await asyncio.wait([entered], timeout=limit_s)
+            if entered.done():
+                return entered.result()
+            self._life.cancel()
+        raise SetupFailed(self._failed(TimeoutError(), f"had given nothing after {SETUP_S:g} s, and goes on"))
+
+    async def _live(self, entered: asyncio.Future[None]) -> None:
+        """Enter it, wait until all is over, and leave it."""
+        for wait_s, next_s in pairwise((0.0, *BACK_OFF_S, inf)):
             try:
-                manager = self._make(self._context)
-                self._give(await manager.__aenter__())
-                self._manager = manager
+                await asyncio.sleep(wait_s)
+                async with self._make(self._context) as shared:
+                    self._give(shared)
+                    entered.set_result(None)
+                    await self._over.wait()
                 return
-            except Exception as error:
-                what = self._failed(error)
-                if wait_s is None:
-                    raise SetupFailed(what) from error
-                log.warning("%s; it is tried again in %g s", what, wait_s)
-            await asyncio.sleep(wait_s)
+            except BaseException as error:
+                if entered.done() or isinstance(error, GeneratorExit):
+                    raise
+                me = asyncio.current_task()
+                late = me is not None and me.cancelling() > 0
+                what = self._failed(
+                    error, f"had given nothing after {SETUP_S:g} s" if late else f"raised {type(error).__name__}"
+                )
+                if late or next_s == inf:
+                    entered.set_exception(SetupFailed(what))
+                    entered.exception()  # Nobody may be left whom it concerns.
+                    return
+                log.warning("%s; it is tried again in %g s", what, next_s)
+
+
+class AttemptedStep(Protocol):
+    """A generate step, as far as its attempts go."""
+
+    plan: StepPlan
+    begin: Begin
+    blocking: bool
+
+
+class Episodes(Protocol):
+    """Where the episodes of a worker run, as its main thread sees it: a loop here, or one in another process."""
+
+    @property
+    def preparing(self) -> bool:
+        """Tell whether episodes wait for what they share: that is no time of theirs."""
+
+    def await_start(self) -> None:
+        """Wait until steps can run; raises SetupFailed if they never will."""
+
+    def attempt(self, step: AttemptedStep, episode: Episode, hear: Hear, *, number: int, first: int) -> Attempt:
+        """Make an attempt at a sample, which is to be begun; `hear` gets what it does, by any thread."""
+
+    def behind(self, setup: StepSetup, begin: Begin, *, blocking: bool) -> Begin:
+        """Return the call of a step for an episode, once what its episodes share is there. `blocking`: it is a plain
+        function."""
+
+    def post(self, calls: Collection[Callable[[], None]], moving: Collection[object] = ()) -> None:
+        """Have these run there, in this order. `moving`: episodes in threads that go on by that."""
+
+    def settle(self) -> bool:
+        """Wait until all that was posted has had its effect, for a moment; returns whether it has."""
+
+    def blocked(self) -> str:
+        """Say where a coroutine holds up all others, as `file:line`; "" where none does."""
+
+    def left_behind(self) -> list[str]:
+        """Say where threads are busy whose episodes are over, each as `file:line`."""
+
+    def count(self, more: int) -> None:
+        """Count so many more episodes as open."""
+
+    def close(self) -> None:
+        """End all that runs there."""

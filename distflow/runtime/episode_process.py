@@ -5,7 +5,7 @@ What a step or its tools compute there holds up no engine, and what ends, floods
     engine's thread · EpisodeProcess ──LoopPost──▶ EpisodeServer · EpisodeLoop · attempts
                          ◀──AttemptTold, AttemptEnded, PostSettled──
 
-The worker's end has what `EpisodeLoop` has, and attempts that pass on what they are posted: whoever drives them sees no
+The worker's end is what `EpisodeLoop` is, and attempts that pass on what they are posted: whoever drives them sees no
 difference. The process keeps nothing that the worker needs: if it ends, in whatever way, its episodes have failed, and
 the next post starts another one. It reads the worker's document, and imports the steps as the worker does.
 
@@ -20,6 +20,7 @@ import select
 import threading
 from asyncio import CancelledError
 from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 from numbers import Integral
 from queue import SimpleQueue
@@ -42,7 +43,7 @@ from distflow.runtime.attempt import (
     ToolAnswered,
     Withdrawn,
 )
-from distflow.runtime.episode_loop import CLEANUP_S, CLOSE_S, SettlePatience, SetupFailed
+from distflow.runtime.episode_loop import CLOSE_S, LEAVE_S, AttemptedStep, Begin, SettlePatience, SetupFailed, StepSetup
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.sample_errors import EpisodeFailed
 from distflow.types import CallNumber, Completion, Episode, FinishReason, SampleKey, Uid
@@ -61,6 +62,7 @@ CHUNK = 1 << 18
 MOST_BYTES = 256 << 20
 """Of a message: tokens of a context that no model has."""
 _LENGTH = 4
+_SEE = " — the file `*.episodes.log` among the run's logs has what it printed"
 Measure = Literal["mean", "explained", "max", "min", "add", "set"]
 log = logger(__name__)
 
@@ -178,15 +180,17 @@ class PostSettled(msgspec.Struct, tag=True):
 
 
 class LoopSeen(msgspec.Struct, tag=True):
-    """What holds up the loop, which threads are left behind, and where attempts wait, as far as that has changed."""
+    """What holds up the loop, which threads are left behind, whether episodes wait for what they share, and where
+    attempts wait, as far as that has changed."""
 
-    blocked: str
-    left_behind: list[str]
-    places: dict[int, str]
+    blocked: str = ""
+    left_behind: list[str] = []
+    preparing: bool = False
+    places: dict[int, str] = {}
 
 
 class ThreadsCrowded(msgspec.Struct, tag=True):
-    """Too many threads are left behind."""
+    """Too many threads are left behind: it is to be ended."""
 
     why: str
 
@@ -298,10 +302,10 @@ class RemoteAttempt:
 
 
 class EpisodeProcess:
-    """The worker's end of the process of its episodes, which has what `EpisodeLoop` has.
+    """The worker's end of the process of its episodes: `Episodes`, as `EpisodeLoop` is.
 
-    `start` starts the process; `now` returns the training step and the version; `metrics` gets what steps measure,
-    `crowded` why the worker is to begin anew.
+    `start` starts the process; `now` returns the training step and the version; `metrics` gets what steps measure;
+    `shown` shows that it is waited for, by this name.
     """
 
     def __init__(
@@ -309,12 +313,12 @@ class EpisodeProcess:
         start: Callable[[], KeptProcess],
         now: Callable[[], tuple[int, int]],
         metrics: MetricStore,
-        crowded: Callable[[str], None],
+        shown: Callable[[str], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self._start = start
         self._now = now
         self._metrics = metrics
-        self._crowded = crowded
+        self._shown = shown
         self._patience = SettlePatience(ROUND_TRIP_S)
         self._numbers = count(1)
         self._posted = self._awaited = 0
@@ -324,15 +328,17 @@ class EpisodeProcess:
         """Of the next post."""
         self._life = self._begin_life()
 
-    def attempt(
-        self, step: str, episode: Episode, hear: Hear, *, blocking: bool, number: int, first: int
-    ) -> RemoteAttempt:
-        """Make an attempt of a step; `blocking`: it is a plain function."""
-        about = (episode.uid, episode.sample, episode.prompt_ids, encoded(episode.prompt), json.dumps(episode.task))
-        begin = BeginAttempt(next(self._numbers), step, *about, number, first)
-        return RemoteAttempt(self, episode, hear, begin, blocking=blocking)
+    # -- as of any episodes
 
-    # -- as of a loop
+    def attempt(self, step: AttemptedStep, episode: Episode, hear: Hear, *, number: int, first: int) -> RemoteAttempt:
+        """Make an attempt of a step there, where its `begin` is another one."""
+        about = (episode.uid, episode.sample, episode.prompt_ids, encoded(episode.prompt), json.dumps(episode.task))
+        begin = BeginAttempt(next(self._numbers), step.plan.name, *about, number, first)
+        return RemoteAttempt(self, episode, hear, begin, blocking=step.blocking)
+
+    def behind(self, setup: StepSetup, begin: Begin, *, blocking: bool) -> Begin:
+        """As of any episodes: the process enters its own."""
+        return begin
 
     def post(self, calls: Collection[Callable[[], None]], moving: Collection[object] = ()) -> None:
         """Have the process run these, in this order."""
@@ -346,29 +352,33 @@ class EpisodeProcess:
         self._life.put(LoopPost(self._posted, *self._now(), self._episodes, told, numbers))
 
     def await_start(self) -> None:
-        """Wait until the process has imported the steps; one that does not come to that is ended."""
-        self._life.await_start()
+        """Wait until the process has imported the steps, or has ended; raises SetupFailed for one that cannot."""
+        if not self._life.begun:
+            with self._shown("the process of its episodes"):
+                self._life.await_start()
 
-    def settle(self) -> None:
-        """Wait until all that was posted has had its effect there. Gives up after a moment, but where the process has
-        still to import the steps: nothing else could be done meanwhile."""
+    def settle(self) -> bool:
+        """Wait until all that was posted has had its effect there; returns whether it has. Gives up after a moment, but
+        where the process has still to import the steps: nothing else could be done meanwhile."""
+        self.await_start()
         life = self._life
-        life.await_start()
         with life.changed:
             if life.settled >= self._awaited:
                 self._patience.wait(life.changed, lambda: life.settled >= self._posted or life.over)
                 self._awaited = self._posted
+            return life.settled >= self._posted
 
     def blocked(self) -> str:
         """Where a coroutine holds up all others, as the process has last said."""
         return self._life.seen.blocked
 
+    @property
+    def preparing(self) -> bool:
+        """Tell whether episodes wait for what they share, as the process has last said."""
+        return self._life.seen.preparing
+
     def left_behind(self) -> list[str]:
         """Where threads are busy whose episodes are over, as the process has last said."""
-        # Not put back unless it was there: it is said once, by another thread.
-        if crowded := self._life.crowded:
-            self._life.crowded = ""
-            self._crowded(crowded)
         return self._life.seen.left_behind
 
     def count(self, more: int) -> None:
@@ -404,9 +414,7 @@ class _Life:
         self.changed = threading.Condition()
         self.settled = 0
         self.over = self._ready = self._ending = False
-        self.seen = LoopSeen("", [], {})
-        self.crowded = ""
-        """Why the worker is to begin anew."""
+        self.seen = LoopSeen()
         self._unfit = self._killed = ""
         """Why it cannot serve; why it was killed."""
         self._process = process
@@ -433,19 +441,26 @@ class _Life:
         """Have it written."""
         self._writes.put(frame(post))
 
+    @property
+    def begun(self) -> bool:
+        """Tell whether it has imported its steps, or has ended without having said that it cannot."""
+        return self._ready or (self.over and not self._unfit)
+
     def await_start(self) -> None:
-        """Return when it has imported its steps, or has ended."""
+        """Wait for that; raises SetupFailed if it cannot, or takes longer than BOOT_S."""
         with self.changed:
-            if self.changed.wait_for(lambda: self._ready or self.over, BOOT_S):
-                return
-        self._kill(f"it had not imported the steps after {BOOT_S:g} s")
+            if not self.changed.wait_for(lambda: self.begun or self._unfit, BOOT_S):
+                self._unfit = f"the process of the episodes had not imported the steps after {BOOT_S:g} s{_SEE}"
+                self._kill(self._unfit)
+            if self._unfit:
+                raise SetupFailed(self._unfit)
 
     def end(self) -> None:
         """End it in order, or by force."""
         self._ending = True
         self._writes.put(b"")
         _, reads = self._threads
-        reads.join(CLEANUP_S + CLOSE_S)
+        reads.join(LEAVE_S + CLOSE_S)
         self._kill("")
         reads.join(CLOSE_S)
 
@@ -482,7 +497,7 @@ class _Life:
         self._threads[0].join(CLOSE_S)
         self._process.close()
         with self.changed:
-            self.over = True
+            self.over, self.seen = True, LoopSeen()
             left = [attempt for attempt in self._attempts.values() if not attempt.closed]
             self.changed.notify_all()
         for attempt in () if self._ending else left:
@@ -494,7 +509,9 @@ class _Life:
         elif isinstance(message, StepMeasured):
             self._measured(message)
         elif isinstance(message, ThreadsCrowded):
-            self.crowded = message.why
+            # Its threads are all that is to be got rid of: the worker itself has done nothing wrong.
+            log.warning("%s: the process of the episodes is ended, and the next one is started", message.why)
+            self._kill(message.why)
         elif isinstance(message, LoopSeen):
             self.seen = message
             for number in self._attempts.keys() & message.places.keys():
@@ -502,7 +519,7 @@ class _Life:
         else:
             with self.changed:
                 self._ready = self._ready or isinstance(message, ProcessReady)
-                self._unfit = message.why if isinstance(message, ProcessUnfit) else ""
+                self._unfit = message.why if isinstance(message, ProcessUnfit) else self._unfit
                 self.settled = message.number if isinstance(message, PostSettled) else self.settled
                 self.changed.notify_all()
 
@@ -529,9 +546,7 @@ class _Life:
         how = f"by signal {code - 128}" if code > 128 else f"with exit code {code}"
         did = f"lost the process of its episodes, which ended {how}"
         why = f": {self._killed}" if self._killed else ""
-        return Raised(
-            RequestRefused(did, f"{why} — the file `*.episodes.log` among the run's logs has what it printed")
-        )
+        return Raised(RequestRefused(did, f"{why}{_SEE}"))
 
 
 def _raised(fault: StepFault) -> BaseException:

@@ -10,6 +10,7 @@ import json
 import os
 import select
 import signal
+import sys
 import threading
 import time
 from asyncio import CancelledError
@@ -51,6 +52,7 @@ from distflow.runtime.episode_process import (
     LoopCall,
     LoopPost,
     LoopSeen,
+    Measure,
     PostSettled,
     ProcessReady,
     ProcessUnfit,
@@ -105,7 +107,7 @@ def _episode_server(path: Path, pipe: WorkerPipe) -> EpisodeServer:
     torch.set_num_threads(setting.me.threads)
     metrics = ToldMetrics(pipe.tell)
     contexts = build_contexts(setting, metrics, {}, {}, build_tokenizer(setting), EpisodeContext)
-    loop = EpisodeLoop(SETTLE_S, lambda why: pipe.tell(ThreadsCrowded(why)))
+    loop = hosted_loop(pipe)
     made = [step for step in setting.me.steps if step.role == "generate"]
     steps = StepRunner(found.worker, made, contexts, loop=loop)
     plan = setting.plan
@@ -117,6 +119,11 @@ def _episode_server(path: Path, pipe: WorkerPipe) -> EpisodeServer:
 
     served = {step.name: steps.generate_step(step.name, of_validation.get(step.name)) for step in made}
     return EpisodeServer(pipe, served, loop, now)
+
+
+def hosted_loop(pipe: WorkerPipe) -> EpisodeLoop:
+    """Make the loop of a process of episodes, which the worker ends if too many of its threads are left behind."""
+    return EpisodeLoop(SETTLE_S, lambda why: pipe.tell(ThreadsCrowded(why)))
 
 
 class HostedStep(Protocol):
@@ -141,27 +148,30 @@ class ToldMetrics(MetricStore):
 
     def mean(self, name: str, value: float, weight: float = 1.0) -> None:
         """Add `value` with `weight` to a mean."""
-        self._tell(StepMeasured("mean", name, [float(value), float(weight)]))
+        self._say("mean", name, [float(value), float(weight)])
 
     def explained(self, name: str, sums: tuple[float, float, float, float, float]) -> None:
         """Add to an explained variance."""
-        self._tell(StepMeasured("explained", name, [tuple(map(float, sums))]))
+        self._say("explained", name, [tuple(map(float, sums))])
 
     def max(self, name: str, value: float) -> None:
         """Keep the largest."""
-        self._tell(StepMeasured("max", name, [float(value)]))
+        self._say("max", name, [float(value)])
 
     def min(self, name: str, value: float) -> None:
         """Keep the smallest."""
-        self._tell(StepMeasured("min", name, [float(value)]))
+        self._say("min", name, [float(value)])
 
     def add(self, name: str, value: float) -> None:
         """Add to a sum."""
-        self._tell(StepMeasured("add", name, [float(value)]))
+        self._say("add", name, [float(value)])
 
     def set(self, name: str, value: float) -> None:
         """Set a value."""
-        self._tell(StepMeasured("set", name, [float(value)]))
+        self._say("set", name, [float(value)])
+
+    def _say(self, measure: Measure, name: object, values: list[float | tuple[float, ...]]) -> None:
+        self._tell(StepMeasured(measure, str(name), values))
 
 
 class WorkerPipe:
@@ -174,16 +184,21 @@ class WorkerPipe:
         self._received = bytearray()
         self._poll = select.poll()
         self._poll.register(source, select.POLLIN)
+        os.set_blocking(into, False)
+        self._room = select.poll()
+        self._room.register(into, select.POLLOUT)
 
     def tell(self, message: msgspec.Struct) -> None:
-        """Tell the worker something; any thread may."""
+        """Tell the worker something; any thread may. If it takes in nothing for STUCK_S, the process ends."""
         data = memoryview(frame(message))
         with self._mutex:
             while data:
                 try:
                     data = data[os.write(self._into, data) :]
                 except BlockingIOError:
-                    select.select([], [self._into], [], STUCK_S)
+                    if not self._room.poll(STUCK_S * 1000):
+                        print(f"the worker has read nothing for {STUCK_S:g} s", file=sys.stderr, flush=True)
+                        os._exit(1)
 
     def posts(self, limit_s: float) -> Sequence[LoopPost] | None:
         """What the worker has posted, after so long at most; None: there is nothing more to come."""
@@ -208,7 +223,7 @@ class EpisodeServer:
         self._attempts: dict[int, Attempt] = {}
         self._episodes = 0
         self._look_at = 0.0
-        self._seen = LoopSeen("", [], {})
+        self._seen = LoopSeen()
         self._places: dict[int, str] = {}
 
     def serve(self) -> None:
@@ -264,7 +279,7 @@ class EpisodeServer:
         if not isinstance(event, Returned | Raised):
             self._pipe.tell(AttemptTold(number, event))
             return
-        self._attempts.pop(number, None)
+        closed = self._attempts.pop(number, None) is None
         fields: dict[str, float] = {}
         error = event.error if isinstance(event, Raised) else None
         if isinstance(event, Returned):
@@ -272,7 +287,7 @@ class EpisodeServer:
                 fields = {name: float(value) for name, value in step.returned(event.value).items()}
             except Exception as failed:  # of a value of a class of the user's, too
                 error = failed
-        fault = None if error is None else _fault(error, step, attempt.episode)
+        fault = None if error is None else _fault(error, step, attempt.episode, closed=closed)
         self._pipe.tell(AttemptEnded(number, attempt.calls, fields, fault))
 
     def _look(self) -> None:
@@ -284,15 +299,15 @@ class EpisodeServer:
         ]
         places = {number: attempt.place for number, attempt in waiting}
         changed = {number: place for number, place in places.items() if self._places.get(number) != place}
-        seen = LoopSeen(self._loop.blocked(), self._loop.left_behind(), changed)
-        if changed or (seen.blocked, seen.left_behind) != (self._seen.blocked, self._seen.left_behind):
-            self._pipe.tell(seen)
+        seen = LoopSeen(self._loop.blocked(), self._loop.left_behind(), self._loop.preparing)
+        if changed or seen != self._seen:
+            self._pipe.tell(msgspec.structs.replace(seen, places=changed))
         self._places, self._seen = places, seen
 
 
-def _fault(error: BaseException, step: HostedStep, episode: Episode) -> StepFault:
-    """What the worker is to hear of what a step has raised."""
-    if isinstance(error, CancelledError):
+def _fault(error: BaseException, step: HostedStep, episode: Episode, *, closed: bool) -> StepFault:
+    """What the worker is to hear of what a step has raised; `closed`: when it was not wanted any more."""
+    if closed and isinstance(error, CancelledError):
         return StepFault("cancelled", "")
     if is_full(error):
         full = _leaf(error)

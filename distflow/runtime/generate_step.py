@@ -16,7 +16,6 @@ import json
 from array import array
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from math import isfinite, nan
 from numbers import Real
 from typing import Any, NamedTuple, Protocol
@@ -37,9 +36,8 @@ from distflow.flow.step import (
     response_tokens,
     sample_tokens,
 )
-from distflow.runtime.attempt import Attempt, ContextFull, Hear, LocalAttempt
-from distflow.runtime.episode_loop import CLEANUP_S, EpisodeLoop
-from distflow.runtime.episode_process import EpisodeProcess
+from distflow.runtime.attempt import Attempt, ContextFull, Hear
+from distflow.runtime.episode_loop import CLEANUP_S, Begin, Episodes
 from distflow.runtime.protocols import Tokenizer
 from distflow.runtime.sample_errors import EpisodeErrors, EpisodeFailed
 from distflow.types import (
@@ -127,12 +125,12 @@ class GenerateStep:
     def __init__(
         self,
         plan: StepPlan,
-        begin: Callable[[Episode, Any], Any],
+        begin: Begin,
         where: str,
         failed: Callable[[BaseException, Episode], Exception],
         errors: EpisodeErrors,
         sampling: Mapping[LeaseKind, GivenSampling],
-        loop: EpisodeLoop | EpisodeProcess,
+        loop: Episodes,
         *,
         blocking: bool = False,
     ) -> None:
@@ -151,11 +149,7 @@ class GenerateStep:
 
     def attempt(self, episode: Episode, hear: Hear, *, number: int = 1, first: int = 0) -> Attempt:
         """Make an attempt at a sample, which is to be begun. `hear` gets what it does, by any thread."""
-        begin, blocking = partial(self.begin, episode), self.blocking
-        if isinstance(self.loop, EpisodeProcess):
-            name = self.plan.name
-            return self.loop.attempt(name, episode, hear, blocking=blocking, number=number, first=first)
-        return LocalAttempt(episode, begin, blocking=blocking, loop=self.loop, hear=hear, number=number, first=first)
+        return self.loop.attempt(self, episode, hear, number=number, first=first)
 
     def blocks(self, place: str) -> str:
         """Say that a coroutine holds up the others, and what to do."""

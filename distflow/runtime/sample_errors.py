@@ -44,16 +44,16 @@ log = logger(__name__)
 class EpisodeFailed(StepError):
     """One episode has failed: the message has the user's frames first.
 
-    `reason` says why in a few words; `kind` is the same for failures that have the same cause, as far as can be told:
-    what was raised, or done wrong, and at which line.
+    `reason` says why in a few words; `cause` what was raised, or done wrong; `kind` is the same for failures of one
+    cause at one line.
     """
 
-    def __init__(self, message: str, reason: str, kind: str, place: str = "") -> None:
+    def __init__(self, message: str, reason: str, cause: str, place: str = "") -> None:
         super().__init__(message)
         lines = reason.strip().splitlines()
-        self.reason = lines[0][:_REASON] if lines else kind
-        self.kind = f"{kind} {place}"
-        self.cause = kind
+        self.reason = lines[0][:_REASON] if lines else cause
+        self.cause = cause
+        self.kind = f"{cause} {place}"
         self.place = place
         """`file:line` of the user's, where that is known."""
 
@@ -146,7 +146,7 @@ class EpisodeErrors:
         """Count a sample that is made."""
         tally = self._tally()
         tally.add(1, 0)
-        tally.recent()
+        tally.note()
 
     def _check(self, failed: EpisodeFailed, policy: ErrorPolicy) -> None:
         tally = self._tally()
@@ -174,7 +174,8 @@ class EngineNumbers:
         """
         wrong = complaint(output.token_ids, output.logprobs)
         self._tally.add(1, bool(wrong))
-        recent = self._tally.recent()
+        self._tally.note()
+        recent = self._tally.recent
         if not wrong:
             return sound(output), ""
         self._metrics.add("engine/bad_logprobs", 1)

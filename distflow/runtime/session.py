@@ -32,8 +32,7 @@ from distflow.runtime.assembly import (
 from distflow.runtime.calls import Asking, Calls
 from distflow.runtime.checkpoint.policy import CheckpointReports
 from distflow.runtime.disk import Disk
-from distflow.runtime.episode_loop import SETTLE_S, EpisodeLoop
-from distflow.runtime.episode_process import EpisodeProcess
+from distflow.runtime.episode_loop import SETTLE_S, EpisodeLoop, Episodes
 from distflow.runtime.further_generating import FurtherGenerating, build_further
 from distflow.runtime.further_training import FurtherTraining
 from distflow.runtime.generating import Generating, OffloadedModels, Turns
@@ -102,7 +101,7 @@ class Session:
         self._validation: Validation | None = None
         self._generating: Generating | None = None
         self._serving: Answering | None = None
-        self._episodes: EpisodeLoop | EpisodeProcess = EpisodeLoop(SETTLE_S, self._begin_again)
+        self._episodes: Episodes = EpisodeLoop(SETTLE_S, self._begin_again)
         self._trackers = start_trackers(setting, self._metrics.add)
         self._settled = self._terminated = self._told_to_leave = False
         self._on_sigterm = signal.getsignal(signal.SIGTERM)
@@ -216,7 +215,7 @@ class Session:
         tokenizer = build_tokenizer(setting)
         if setting.me.generates and setting.me.environments == "process":
             # It imports the steps while models are loaded here.
-            self._episodes = start_episodes(setting, self._metrics, self._now, self._begin_again)
+            self._episodes = start_episodes(setting, self._metrics, self._now, self._board)
         owned, outbound = self._register(tokenizer)
         # The worker answers messages from here on; models may take minutes to load.
         self._node.start()
@@ -336,9 +335,7 @@ class Session:
     def _meet(self) -> None:
         """Wait for the process of its episodes, if it has one, and for peers: a training worker for all replicas and
         one generating worker, others for all owners."""
-        if isinstance(self._episodes, EpisodeProcess):
-            with self._board.shown("the process of its episodes", ()):
-                self._episodes.await_start()
+        self._episodes.await_start()
         membership = self._node.membership
         if not membership.peers:
             return

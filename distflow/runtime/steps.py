@@ -6,7 +6,6 @@ and a standard field of the wrong shape is reported by the step that wrote it, n
 
 from __future__ import annotations
 
-import asyncio
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -40,9 +39,8 @@ from distflow.flow.plan import StepPlan
 from distflow.flow.resolve import resolve
 from distflow.flow.step import ATTRIBUTE, of_runtime
 from distflow.log import logger
-from distflow.runtime.attempt import ATTEMPT, RequestRefused
-from distflow.runtime.episode_loop import ALONE, EpisodeLoop, SetupFailed, StepSetup, innermost
-from distflow.runtime.episode_process import EpisodeProcess
+from distflow.runtime.attempt import ATTEMPT, RequestRefused, innermost
+from distflow.runtime.episode_loop import ALONE, Begin, Episodes, SetupFailed, StepSetup
 from distflow.runtime.generate_step import GenerateStep, GivenSampling
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.protocols import Backend, Engine, Tokenizer, packs
@@ -266,14 +264,14 @@ class StepRunner:
         steps: Sequence[StepPlan],
         contexts: Mapping[str, StepContext],
         of_validation: MetricStore | None = None,
-        loop: EpisodeLoop | EpisodeProcess | None = None,
+        loop: Episodes | None = None,
     ) -> None:
         self._worker = worker
         self._plans = {step.name: step.as_it_sees() for step in steps}
         """With their fields by the names that they know them by."""
         self._contexts = contexts
         self._functions: dict[str, Callable[..., Any]] = {}
-        self._loop = ALONE if loop is None else loop
+        self._loop: Episodes = loop or ALONE
         """Where generate steps run."""
         self._of_validation = MetricStore() if of_validation is None else of_validation
         """Gets what steps measure on samples of validation; those that are generated have metrics of their owner's."""
@@ -347,31 +345,21 @@ class StepRunner:
             name = type(error).__name__
             return EpisodeFailed(str(found), f"{name}: {error}", name, _place(error))
 
-        begin = self._behind_setup(plan, partial(_begin, function, context, own))
         blocking = not iscoroutinefunction(function)
+        begin = self._behind_setup(plan, partial(_begin, function, context, own), blocking=blocking)
         about = (self._where(plan), failed, errors, sampling, self._loop)
         return GenerateStep(plan, begin, *about, blocking=blocking)
 
-    def _behind_setup(self, plan: StepPlan, begin: Callable[[Episode, Any], Any]) -> Callable[[Episode, Any], Any]:
+    def _behind_setup(self, plan: StepPlan, begin: Begin, *, blocking: bool) -> Begin:
         """The call of a generate step for an episode, once what its episodes share is there."""
-        function, context, loop = self._functions[plan.name], self._contexts[plan.name], self._loop
-        make = getattr(function, ATTRIBUTE).setup
-        if make is None or isinstance(loop, EpisodeProcess):
+        context = self._contexts[plan.name]
+        make = getattr(self._functions[plan.name], ATTRIBUTE).setup
+        if make is None:
             return begin
         what = f"the setup of {self._where(plan)}"
-        failed = lambda error: str(step_error(error, f"{what} raised {type(error).__name__}"))  # noqa: E731
+        failed = lambda error, did: str(step_error(error, f"{what} {did}"))  # noqa: E731
         setup = StepSetup(make, context, partial(setattr, context, "shared"), failed)
-        loop.at_end(setup.leave)
-
-        async def begun(episode: Episode, generate: Any) -> Any:
-            await setup.ready()
-            return await begin(episode, generate)
-
-        def begun_in_thread(episode: Episode, generate: Any) -> Any:
-            asyncio.run_coroutine_threadsafe(setup.ready(), loop.asyncio_loop).result()
-            return begin(episode, generate)
-
-        return begun if iscoroutinefunction(function) else begun_in_thread
+        return self._loop.behind(setup, begin, blocking=blocking)
 
     def check_keeps(self, name: str, before: Batch, after: Batch) -> None:
         """Raises StepError if the step gave a row a `drop_reason`, or a reason to be left out."""

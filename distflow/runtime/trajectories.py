@@ -114,8 +114,10 @@ class Trajectories:
     ) -> None:
         """`numbers`: judges what the engine gives; `most`: samples that may be under way, None: any number."""
         self.step = step
-        self.on_news: Callable[[], None] = lambda: None
-        """Called by any thread when an episode has come to something."""
+        self._heard = threading.Event()
+        self.on_news: Callable[[], None] = self._heard.set
+        """Called by any thread when an episode has come to something. Who sets it waits for that otherwise than by
+        `wait`."""
         self._loop = step.loop
         self._numbers = EngineNumbers("the engine", MetricStore()) if numbers is None else numbers
         self._leaves_out_truncated = leaves_out_truncated
@@ -135,7 +137,6 @@ class Trajectories:
         """Finished without the engine, since the last `take`."""
         self._news: deque[tuple[Attempt, Event]] = deque()
         """What episodes have done since they were last heard."""
-        self._heard = threading.Event()
         self._posts: list[Callable[[], None]] = []
         """What the loop is to run next."""
         self._moving: list[Attempt] = []
@@ -241,12 +242,15 @@ class Trajectories:
         """Wait until there are news, where no engine has anything to do meanwhile; returns whether there are any, or no
         sample is left."""
         until = time.monotonic() + limit_s
-        while not self.news and self._open:
+        while True:
+            # Before it is looked: what was heard, and taken, must not end the next wait.
+            self._heard.clear()
+            if self.news or not self._open:
+                return True
             left = until - time.monotonic()
             if left <= 0:
                 return False
             self._heard.wait(min(left, LOOK_EVERY_S))
-        return True
 
     def judge(
         self, outputs: Sequence[SampleOutput], version: Version | None
@@ -335,7 +339,7 @@ class Trajectories:
 
     def _look(self) -> None:
         """Let the clock go on, and find the attempts that have taken too long."""
-        if not self.clock.tick(LOOK_EVERY_S):
+        if not self.clock.tick(LOOK_EVERY_S, stands=self._loop.preparing):
             return
         place = self._loop.blocked() if self._open else ""
         self._tell([self.step.blocks(place)] if place else [])
@@ -365,7 +369,6 @@ class Trajectories:
     def _hear(self, attempt: Attempt, event: Event) -> None:
         """Take down what an episode does; called by any thread."""
         self._news.append((attempt, event))
-        self._heard.set()
         self.on_news()
 
     def _post(self, attempt: Attempt, call: Callable[[], None]) -> None:
@@ -380,7 +383,6 @@ class Trajectories:
                 posts, self._posts, moving, self._moving = self._posts, [], self._moving, []
                 self._loop.post(posts, moving)
                 self._loop.settle()
-            self._heard.clear()
             news = [self._news.popleft() for _ in range(len(self._news))]
             for attempt, event in sorted(news, key=in_order):
                 self._take_down(attempt, event)

@@ -87,20 +87,24 @@ def test_the_newest_samples_of_all_workers_are_told_apart() -> None:
         workers.judge("reward/0", 50, 0)
         workers.judge("reward/1", 50, 10)
         workers.settle()
-        tally.recent()
+        tally.note()
     assert tally.by_all() == (2000, 200)
-    assert tally.recent() == (1000, 100)
+    assert tally.recent == (1000, 100)
     for _ in range(10):
         workers.judge("reward/0", 100, 0)
         workers.settle()
-        tally.recent()
-    assert tally.recent() == (1000, 0)
+        tally.note()
+    assert tally.recent == (1000, 0)
 
 
 def test_an_owner_that_was_restarted_counts_anew() -> None:
     counts = [Counts(5000, 40), Counts(5100, 45), Counts(200, 10), Counts(300, 10)]
     tally = Tally(lambda: counts.pop(0))
-    assert [tally.recent() for _ in range(4)] == [(0, 0), (100, 5), (0, 0), (100, 0)]
+    found = []
+    for _ in range(4):
+        tally.note()
+        found.append(tally.recent)
+    assert found == [(0, 0), (100, 5), (0, 0), (100, 0)]
 
 
 @pytest.mark.parametrize(("earlier", "failed"), [(50_000, 100), (1200, 900), (0, 0)])
@@ -114,10 +118,11 @@ def test_a_worker_that_starts_late_judges_by_what_it_has_seen(earlier: int, fail
     assert not tally.too_many(0.5), "it has not heard of anyone"
     for _ in range(25):
         workers.settle()
-        tally.recent()
+        tally.note()
         workers.judge("reward/1", 20, 18)
     workers.settle()
-    assert tally.recent() == (520, 468)
+    tally.note()
+    assert tally.recent == (520, 468)
     assert tally.too_many(0.5) == "468 of 520 samples"
     assert tally.too_many(0.95) == ""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,14 @@ import torch
 from distflow.comm.kept_process import KeptProcess
 from distflow.flow.plan import StepPlan
 from distflow.flow.step import ENVIRONMENT, GENERATED, SEQUENCES
-from distflow.runtime.episode_loop import SETTLE_S, EpisodeLoop
+from distflow.runtime.episode_loop import Episodes
 from distflow.runtime.episode_process import EpisodeProcess
-from distflow.runtime.episode_server import EpisodeServer, ToldMetrics, WorkerPipe, serve_episodes
+from distflow.runtime.episode_server import EpisodeServer, ToldMetrics, WorkerPipe, hosted_loop, serve_episodes
 from distflow.runtime.generate_step import GenerateStep, SampleLimits
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.steps import EpisodeContext, StepContext, StepRunner
 from distflow.runtime.trajectories import Trajectories
+from distflow.runtime.waits import WaitBoard
 from tests.runtime.kit import TOKENIZER, EndlessTokenizer
 
 ENTRY = "tests.runtime.episode_children:serve"
@@ -42,7 +43,7 @@ def serve(file: str, settings: str, reports: str) -> int:
             plan.name: EpisodeContext(plan.name, "rollout/0", tokenizer=EndlessTokenizer(), metrics=metrics)
             for plan in plans
         }
-        loop = EpisodeLoop(SETTLE_S)
+        loop = hosted_loop(pipe)
         runner = StepRunner("rollout/0", plans, contexts, loop=loop)
         steps = {plan.name: runner.generate_step(plan.name) for plan in plans}
         return EpisodeServer(pipe, steps, loop, lambda step, version: None)
@@ -51,10 +52,11 @@ def serve(file: str, settings: str, reports: str) -> int:
 
 
 class Steps:
-    """Steps of a file, for this process and, `apart`, for one of their own."""
+    """Steps of a file, for this process and for one of their own."""
 
-    def __init__(self, file: Path, settings: Settings, *, apart: bool = False) -> None:
+    def __init__(self, file: Path, settings: Settings) -> None:
         self.metrics = MetricStore()
+        self.board = WaitBoard()
         self.started = list[KeptProcess]()
         self._file = file
         self._folder = tempfile.TemporaryDirectory(prefix="episodes-")
@@ -63,7 +65,7 @@ class Steps:
     @cached_property
     def process(self) -> EpisodeProcess:
         """Where `step` may run them."""
-        return EpisodeProcess(self._start, self.now, self.metrics, self.crowded)
+        return EpisodeProcess(self._start, self.now, self.metrics, partial(self.board.shown, peers=()))
 
     def _start(self) -> KeptProcess:
         about = [str(self._file), json.dumps(self._settings)]
@@ -78,16 +80,13 @@ class Steps:
     def now(self) -> tuple[int, int]:
         return (0, 0)
 
-    def crowded(self, why: str) -> None:
-        raise AssertionError(why)
-
-    def step(self, name: str, loop: EpisodeLoop | EpisodeProcess) -> GenerateStep:
+    def step(self, name: str, loop: Episodes) -> GenerateStep:
         context = StepContext(name, "rollout/0", tokenizer=EndlessTokenizer(), metrics=self.metrics)
         runner = StepRunner(
             "rollout/0", [plan_of(str(self._file), name, self._settings[name])], {name: context}, loop=loop
         )
         return runner.generate_step(name)
 
-    def samples(self, name: str, loop: EpisodeLoop | EpisodeProcess, samples: int = 3) -> Trajectories:
+    def samples(self, name: str, loop: Episodes, samples: int = 3) -> Trajectories:
         limits = {"train": SampleLimits(samples, 120, 240)}
         return Trajectories(self.step(name, loop), limits, TOKENIZER, torch.float32)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from distflow.runtime import episode_loop
-from distflow.runtime.episode_loop import SETTLE_S, THREADS, EpisodeLoop
+from distflow.runtime.attempt import Attempt, Event, LocalAttempt, Raised, Returned
+from distflow.runtime.episode_loop import SETTLE_S, THREADS, DaemonThreads, EpisodeLoop
+from distflow.types import Episode, Uid
 from tests.runtime.test_awaiting import SOURCE, engine, lease, trajectories, until_done
 
 BUSY = {
@@ -93,3 +96,52 @@ def test_more_than_a_quarter_of_them_are_too_many(tmp_path: Path, busy: int, tol
     loop.close()
     assert len(why) == told
     assert all(f"{busy} of {THREADS} threads of episodes are still busy at {tmp_path}/asking.py:" in one for one in why)
+
+
+def test_what_waits_for_a_thread_gets_one_as_soon_as_there_may_be_more() -> None:
+    most, free = [1], threading.Event()
+    threads = DaemonThreads(lambda: most[0])
+    threads.submit(free.wait, 10.0)
+    waiting = [threads.submit(threading.get_ident) for _ in range(2)]
+    most[0] = 4
+    last = threads.submit(threading.get_ident)
+    assert all(isinstance(future.result(5.0), int) for future in (*waiting, last))
+    free.set()
+    threads.shutdown()
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_an_episode_that_is_over_before_it_has_a_thread_calls_nothing(
+    closed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(episode_loop, "THREADS", 1)
+    loop, free, ended = EpisodeLoop(SETTLE_S), threading.Event(), threading.Event()
+    called, heard = list[object](), list[Event]()
+
+    def hear(attempt: Attempt, event: Event) -> None:
+        heard.append(event)
+        ended.set()
+
+    loop.threads.submit(free.wait, 10.0)
+    attempt = LocalAttempt(Episode(Uid(0, 0, 0), 0, (1,), "", {}), called.append, blocking=True, loop=loop, hear=hear)
+    loop.post([attempt.begin, *([attempt.close] if closed else [])], [attempt])
+    loop.settle()
+    free.set()
+    assert ended.wait(10.0)
+    loop.close()
+    assert len(called) == (not closed)
+    assert [type(event) for event in heard] == [Raised if closed else Returned]
+
+
+def test_a_wait_for_episodes_that_was_woken_for_nothing_does_not_spin(tmp_path: Path) -> None:
+    loop = EpisodeLoop(SETTLE_S)
+    samples, made = trajectories(tmp_path, "tool", 1, loop=loop, sleep_s=30.0), engine()
+    samples.submit(made, samples.begin([lease()]))
+    while samples.asks:
+        samples.submit(made, samples.take(made.poll())[0])
+    samples.on_news()
+    worked = time.thread_time()
+    assert not samples.wait(0.6)
+    assert time.thread_time() - worked < 0.3
+    samples.forget([5])
+    loop.close()
