@@ -12,19 +12,22 @@ import inspect
 import itertools
 import json
 import linecache
+import shutil
 import symtable
 import sys
 import tempfile
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType, ModuleType, NoneType
 from typing import Any
 
-from distflow.config.paths import recipes_folder
+from distflow.config.paths import absolute_paths, recipes_folder
 from distflow.config.yamlfile import yaml_text
-from distflow.errors import PluginError, UserError
+from distflow.errors import PluginError, RecipeError, UserError
 from distflow.flow.resolve import find_named
 from distflow.flow.statements import Definition, blocks, is_main_guard, names_changed, names_given
 
@@ -49,16 +52,17 @@ def write_recipe(
     """Write a recipe, and the rows and functions that have no file yet, into a folder; returns its path.
 
     `reward`: a function; the name of a shipped one or a place such as `./file.py:name`; several, as a list or by name.
-    `settings`: sections of the recipe, as mappings. `caller`: what launches. Raises UserError.
+    `settings`: sections of the recipe, as mappings. Relative files are of the current folder.
+    `caller`: what launches. Raises UserError.
     """
     functions = Functions(folder / CELLS, caller)
     defaults: list[object] = [{"flow": flow or FLOW}, {"layout": LAYOUT}]
     sections: dict[str, Any] = {"run": {"training_steps": STEPS}, "batch": dict(BATCH)}
-    sections |= {"data": {"source": _path(data) if isinstance(data, str) else str(folder / ROWS)}}
+    sections |= {"data": {"source": data if isinstance(data, str) else str(folder / ROWS)}}
     if model in {path.stem for path in (recipes_folder() / "model").glob("*.yaml")}:
         defaults.append({"model@models.policy": model})
     else:
-        sections["models"] = {"policy": {"path": _path(model)}}
+        sections["models"] = {"policy": {"path": model}}
     if reward is not None:
         sections["flow"] = {
             "steps": {
@@ -68,24 +72,40 @@ def write_recipe(
     if not isinstance(data, str):
         (folder / ROWS).write_text("".join(_lines(data)), encoding="utf-8")
     functions.write()
-    text = yaml_text({"defaults": [*defaults, "_self_"], **_merged(sections, settings)})
+    # As on a command line, where what is relative is so to the current folder.
+    values = absolute_paths(_merged(sections, settings), lambda key: Path.cwd(), Path.cwd())
+    text = yaml_text({"defaults": [*defaults, "_self_"], **values})
     (folder / RECIPE).write_text(text, encoding="utf-8")
     return folder / RECIPE
 
 
-def new_folder(within: Path) -> Path:
-    """Make a folder for a recipe; raises UserError where none can be made."""
+@contextmanager
+def new_folder(within: Path) -> Iterator[Path]:
+    """Make a folder for a recipe, and remove it where a launch is refused; raises UserError where none can be made."""
+    made = [folder for folder in (within, *within.parents) if not folder.exists()]
     try:
         within.mkdir(parents=True, exist_ok=True)
-        return Path(tempfile.mkdtemp(prefix="recipe-", dir=within)).resolve()
+        folder = Path(tempfile.mkdtemp(prefix="recipe-", dir=within)).resolve()
     except OSError as error:
         raise UserError(f"{within}: {error.strerror or error} — give a runs_dir that can be written") from error
+    try:
+        yield folder
+    except UserError as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):  # another launch has a folder there
+            for one in made:
+                one.rmdir()
+        if isinstance(error, RecipeError):  # it names lines of a file that is gone
+            found = [replace(one, where="launch") if folder.name in one.where else one for one in error.problems]
+            raise RecipeError(found) from None
+        raise
 
 
-def _path(text: str) -> str:
-    """Give a file or folder that is here its whole path, and leave anything else, such as a hub's id, as it is."""
-    there = Path(text).expanduser()
-    return str(there.resolve()) if there.exists() else text
+def other_files(folder: Path, before: Path) -> list[str]:
+    """Say which rows and functions two calls have written that differ; what is missing in either is not told."""
+    kinds = {ROWS: "the rows are others", CELLS: "functions are others"}
+    both = [name for name in kinds if (folder / name).is_file() and (before / name).is_file()]
+    return [kinds[name] for name in both if (folder / name).read_bytes() != (before / name).read_bytes()]
 
 
 def _lines(rows: Iterable[Mapping[str, Any]]) -> Iterable[str]:
@@ -373,6 +393,8 @@ def _imported(name: str, what: object) -> str:
 
 def _literal(what: object) -> str:
     """Write a plain value; empty for anything else."""
+    if isinstance(what, set) and what and all(isinstance(one, str) for one in what):
+        return f"{{{', '.join(sorted(map(repr, what)))}}}"  # in an order that is that of the next process, too
     text = repr(what) if isinstance(what, int | float | str | bytes | list | tuple | dict | set | NoneType) else ""
     try:
         return text if text and ast.literal_eval(text) == what else ""
