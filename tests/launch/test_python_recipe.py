@@ -331,6 +331,55 @@ def test_a_module_that_is_imported_for_its_functions_starts_no_run(tmp_path: Pat
     assert "distflow.launch was called while pack.train was imported" in done.stderr
 
 
+CHANGES = """
+import logging
+class Vec:
+    def __init__(self): self.known = []
+    def fit(self, words): self.known += words
+    def __call__(self, completions, **kwargs): return [float(text in self.known) for text in completions]
+def setup(one): one.known.append("2")
+def show(one): print(one)
+vec, still, late = Vec(), Vec(), Vec()
+def by_vec(completions, **kwargs): return vec(completions)
+"""
+
+
+@pytest.mark.parametrize(
+    ("statements", "reward", "told"),
+    [
+        ("vec.fit(['2'])", "vec", "`vec.fit(['2'])`"),
+        ("for word in '12':\n    vec.fit([word])", "by_vec", "`vec.fit([word])`"),
+        ("setup(vec)", "vec", "`setup(vec)`"),
+        ("setattr(vec, 'known', ['2'])", "[by_vec]", "`setattr(vec, 'known', ['2'])`"),
+        ("print(vec); len(vec.known); logging.warning('%s', vec)", "vec", ""),
+        ("found = vec(['2'])\nvec.known = ['2']", "vec", ""),
+        ("still.fit(['2'])\nshow(by_vec)\nvec = Vec()", "by_vec", ""),
+    ],
+)
+@pytest.mark.parametrize("script", [False, True])
+def test_calls_that_workers_do_not_make_are_told(
+    notebook: Notebook, tmp_path: Path, capfd: pytest.CaptureFixture[str],
+    statements: str, reward: str, told: str, script: bool
+) -> None:  # fmt: skip
+    notebook.main.places, notebook.main.folder = places, tmp_path
+    launching = f"found = places(folder=folder, reward={reward})\nvec.fit(['later'])"
+    if not script:
+        notebook.run(CHANGES)
+        notebook.run(statements)
+        notebook.run(launching)
+    else:
+        main = textwrap.indent(f"{statements}\n{launching}", "    ")
+        text = f"{CHANGES}\nfill = Vec()\nfill.fit(['2'])\nif __name__ == '__main__':\n{main}\n"
+        (tmp_path / "script.py").write_text(text)
+        notebook.main.__file__ = str(tmp_path / "script.py")
+        exec(compile(text, notebook.main.__file__, "exec"), vars(notebook.main))
+        told = "" if "by_vec" in reward else told  # by its file; nothing is said of what functions there read
+    said = capfd.readouterr().err
+    notes = [line for line in said.splitlines() if line.startswith("note: ")]
+    assert len(notes) == bool(told), said
+    assert not told or (told in notes[0] and notes[0].startswith("note: vec is made anew in each worker, without "))
+
+
 FAKES = ["layout.pools.worker.backend=distflow.testing.fakes:FakeBackend",
          "layout.pools.worker.engine=distflow.testing.fakes:FakeEngine"]  # fmt: skip
 
