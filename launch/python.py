@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,18 +24,19 @@ from distflow.comm.processes import module_command
 from distflow.config.check import known_key
 from distflow.config.other_tools import meant
 from distflow.config.schema import Recipe
+from distflow.config.yamlfile import shown
 from distflow.errors import DistflowError, Problem, RecipeError, UserError, WorkerFailed, did_you_mean, nearest
-from distflow.flow.file_import import file_being_imported
+from distflow.flow.file_import import plugin_being_imported
 from distflow.launch.commands.launch import command
 from distflow.launch.commands.metrics import finite, read_steps
 from distflow.launch.commands.status import look
-from distflow.launch.deploy.launch_request import Options, as_asked, recipe_of
+from distflow.launch.deploy.launch_request import Options, as_asked, found_changes, recipe_of
 from distflow.launch.deploy.launcher import check_here
 from distflow.launch.deploy.monitor import Monitor
 from distflow.launch.deploy.stop_run import stop_run
 from distflow.launch.observe.progress import PlainDisplay, RunStatus
 from distflow.launch.observe.run_summary import failure_report, progress_of
-from distflow.launch.python_recipe import new_folder, write_recipe
+from distflow.launch.python_recipe import new_folder, other_files, write_recipe
 from distflow.launch.run.folder import check_name, find_run
 from distflow.launch.run.record import FILE_NAME, read_record
 
@@ -130,22 +132,26 @@ def launch(
     (`grpo` unless given). Sections of the recipe are keywords then, as mappings: `batch={"prompts": 8}`.
 
     `options`: the long options of the command with underscores, such as `run="name"`, `runs_dir="runs"`, `resume=True`,
-    `hosts="hosts.txt"`. `recipe` may be None with `resume`. Prints what the command prints. Raises RecipeError with all
-    problems of a recipe, and UserError; `Run.wait` raises what ends the run later.
+    `hosts="hosts.txt"`. With `resume`, `recipe` may be None, and a call with `model` and `data` must be the run's own.
+    Prints what the command prints. Raises RecipeError with all problems of a recipe, and UserError; `Run.wait` raises
+    what ends the run later.
     """
-    if imported := file_being_imported():
+    if imported := plugin_being_imported():
         raise UserError(
             f"distflow.launch was called while {imported} was imported, as workers and checks do for the functions in "
             'it — put what starts the run behind `if __name__ == "__main__":`'
         )
     _check_names(options, of_recipe=recipe is not None)
-    if model is not None or data is not None:
-        if recipe is not None or model is None or data is None:
-            raise UserError("launch: expected a recipe, or both of model and data")
-        settings = {name: options.pop(name) for name in [*options] if isinstance(options[name], Mapping)}
-        folder = new_folder(Path(str(options.get("runs_dir") or RUNS_DIR)) / LAUNCHED)
+    if model is None and data is None:
+        if reward is not None or flow is not None:
+            raise UserError("launch: reward and flow go with model and data; of a recipe they are overrides")
+        return _started(recipe, overrides, options)
+    if recipe is not None or model is None or data is None:
+        raise UserError("launch: expected a recipe, or both of model and data")
+    settings = {name: options.pop(name) for name in [*options] if isinstance(options[name], Mapping)}
+    with new_folder(Path(str(options.get("runs_dir") or RUNS_DIR)) / LAUNCHED) as folder:
         source = os.fspath(data) if isinstance(data, str | os.PathLike) else data
-        recipe = write_recipe(
+        written = write_recipe(
             folder,
             model=_model(model),
             data=source,
@@ -154,8 +160,31 @@ def launch(
             settings=settings,
             caller=_caller(),
         )
-    elif reward is not None or flow is not None:
-        raise UserError("launch: reward and flow go with model and data; of a recipe they are overrides")
+        if not options.get("resume") or options.get("recipe_as_written"):
+            return _started(written, overrides, options)
+        name = _of_this_call(written, overrides, options)
+        shutil.rmtree(folder)
+    return _started(None, overrides, {**options, "run": name})
+
+
+def _of_this_call(recipe: Path, overrides: Sequence[str], options: Mapping[str, object]) -> str:
+    """Return the name of the run to go on with; raises UserError if it was launched by another call than this."""
+    run_dir, source, changed = found_changes(_options_of(_arguments(recipe, overrides, options)))
+    if source.parent.parent.name != LAUNCHED:
+        raise UserError(
+            f"resume=True: {run_dir} was launched from {shown(source)} — give that instead of model and data"
+        )
+    told = [*map(str, changed), *other_files(recipe.parent, source.parent)]
+    if told:
+        raise UserError(
+            f"resume=True: {run_dir} was launched by another call: {'; '.join(told)} — put that back, or give it in "
+            "overrides; recipe_as_written=True takes the call as it is now"
+        )
+    return run_dir.name
+
+
+def _started(recipe: str | os.PathLike[str] | None, overrides: Sequence[str], options: Mapping[str, object]) -> Run:
+    """Run the command, once it is clear that it would not refuse this; raises what `launch` does."""
     arguments = _arguments(recipe, overrides, options)
     _check(arguments)
     began = time.time()
@@ -172,9 +201,7 @@ def launch(
         code = process.wait()
         errors.seek(0)
         said = errors.read().strip()
-    if code == 0:
-        return Run(Path(first))
-    if not first or not _ended(Path(first), code, began):
+    if code != 0 and not (first and _ended(Path(first), code, began)):
         raise _error(code, said or f"the launch ended with exit code {code}")
     return Run(Path(first))
 
@@ -275,15 +302,19 @@ def _words(name: str, option: click.Option, value: object) -> list[str]:
 
 def _check(arguments: list[str]) -> None:
     """Raise here what the command would refuse, with all problems of a recipe."""
-    try:
-        given = command.make_context("launch", list(arguments)).params
-    except click.ClickException as error:
-        raise UserError(f"launch: {error.format_message()}") from error
-    options = as_asked(Options(**given))
+    options = _options_of(arguments)
     loaded, plan = recipe_of(options, need_files=options.hosts is None)
     check_name(options.name or plan.run_name)
     if options.hosts is None:
         check_here(options, loaded, plan)
+
+
+def _options_of(arguments: list[str]) -> Options:
+    try:
+        given = command.make_context("launch", list(arguments)).params
+    except click.ClickException as error:
+        raise UserError(f"launch: {error.format_message()}") from error
+    return as_asked(Options(**given))
 
 
 def _ended(run_dir: Path, code: int, began: float) -> bool:

@@ -12,21 +12,33 @@ import inspect
 import itertools
 import json
 import linecache
+import shutil
 import symtable
 import sys
 import tempfile
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from traceback import walk_stack
 from types import FrameType, ModuleType, NoneType
 from typing import Any
 
-from distflow.config.paths import recipes_folder
+from distflow.config.paths import absolute_paths, recipes_folder
 from distflow.config.yamlfile import yaml_text
-from distflow.errors import PluginError, UserError
+from distflow.errors import PluginError, RecipeError, UserError
 from distflow.flow.resolve import find_named
-from distflow.flow.statements import Definition, blocks, is_main_guard, names_changed, names_given
+from distflow.flow.statements import (
+    Definition,
+    blocks,
+    imported_statements,
+    is_main_guard,
+    names_changed,
+    names_given,
+    root_of,
+)
 
 FLOW, LAYOUT, STEPS = "grpo", "colocated", 100
 BATCH = {"prompts": 8, "samples_per_prompt": 8}
@@ -49,16 +61,17 @@ def write_recipe(
     """Write a recipe, and the rows and functions that have no file yet, into a folder; returns its path.
 
     `reward`: a function; the name of a shipped one or a place such as `./file.py:name`; several, as a list or by name.
-    `settings`: sections of the recipe, as mappings. `caller`: what launches. Raises UserError.
+    `settings`: sections of the recipe, as mappings. Relative files are of the current folder.
+    `caller`: what launches. Raises UserError.
     """
     functions = Functions(folder / CELLS, caller)
     defaults: list[object] = [{"flow": flow or FLOW}, {"layout": LAYOUT}]
     sections: dict[str, Any] = {"run": {"training_steps": STEPS}, "batch": dict(BATCH)}
-    sections |= {"data": {"source": _path(data) if isinstance(data, str) else str(folder / ROWS)}}
+    sections |= {"data": {"source": data if isinstance(data, str) else str(folder / ROWS)}}
     if model in {path.stem for path in (recipes_folder() / "model").glob("*.yaml")}:
         defaults.append({"model@models.policy": model})
     else:
-        sections["models"] = {"policy": {"path": _path(model)}}
+        sections["models"] = {"policy": {"path": model}}
     if reward is not None:
         sections["flow"] = {
             "steps": {
@@ -68,24 +81,40 @@ def write_recipe(
     if not isinstance(data, str):
         (folder / ROWS).write_text("".join(_lines(data)), encoding="utf-8")
     functions.write()
-    text = yaml_text({"defaults": [*defaults, "_self_"], **_merged(sections, settings)})
+    # As on a command line, where what is relative is so to the current folder.
+    values = absolute_paths(_merged(sections, settings), lambda key: Path.cwd(), Path.cwd())
+    text = yaml_text({"defaults": [*defaults, "_self_"], **values})
     (folder / RECIPE).write_text(text, encoding="utf-8")
     return folder / RECIPE
 
 
-def new_folder(within: Path) -> Path:
-    """Make a folder for a recipe; raises UserError where none can be made."""
+@contextmanager
+def new_folder(within: Path) -> Iterator[Path]:
+    """Make a folder for a recipe, and remove it where a launch is refused; raises UserError where none can be made."""
+    made = [folder for folder in (within, *within.parents) if not folder.exists()]
     try:
         within.mkdir(parents=True, exist_ok=True)
-        return Path(tempfile.mkdtemp(prefix="recipe-", dir=within)).resolve()
+        folder = Path(tempfile.mkdtemp(prefix="recipe-", dir=within)).resolve()
     except OSError as error:
         raise UserError(f"{within}: {error.strerror or error} — give a runs_dir that can be written") from error
+    try:
+        yield folder
+    except UserError as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):  # another launch has a folder there
+            for one in made:
+                one.rmdir()
+        if isinstance(error, RecipeError):  # it names lines of a file that is gone
+            found = [replace(one, where="launch") if folder.name in one.where else one for one in error.problems]
+            raise RecipeError(found) from None
+        raise
 
 
-def _path(text: str) -> str:
-    """Give a file or folder that is here its whole path, and leave anything else, such as a hub's id, as it is."""
-    there = Path(text).expanduser()
-    return str(there.resolve()) if there.exists() else text
+def other_files(folder: Path, before: Path) -> list[str]:
+    """Say which rows and functions two calls have written that differ; what is missing in either is not told."""
+    kinds = {ROWS: "the rows are others", CELLS: "functions are others"}
+    both = [name for name in kinds if (folder / name).is_file() and (before / name).is_file()]
+    return [kinds[name] for name in both if (folder / name).read_bytes() != (before / name).read_bytes()]
 
 
 def _lines(rows: Iterable[Mapping[str, Any]]) -> Iterable[str]:
@@ -154,12 +183,20 @@ class LaunchingCode:
         self.file = _file_of(main if caller is None else sys.modules.get(str(outer.get("__name__"))))
         place, self._line = (caller.f_code.co_filename, caller.f_lineno) if caller is not None else ("", 0)
         self._tree = _parsed("".join(linecache.getlines(place)))
+        self._code = None if caller is None else caller.f_code
+        self._running = [frame.f_code for frame, _ in walk_stack(caller)] if caller is not None else []
         texts = [Path(self.file).read_text(encoding="utf-8")] if self.file is not None else _cells(outer)
         here = ast.dump(self._tree, include_attributes=True)
         self._statements: list[ast.stmt] = []
+        self._calling: list[ast.stmt] = []
+        """Those of the text that launches."""
         for tree in map(_parsed, texts):
             calls = ast.dump(tree, include_attributes=True) == here
-            self._statements += self._reached(tree.body, self._line if calls else 0)
+            reached = list(self._reached(tree.body, self._line if calls else 0))
+            self._statements += reached
+            self._calling += reached if calls else []
+        imported = [one for text in texts for one in imported_statements(_parsed(text).body)] if self.file else []
+        self._imported = {(one.lineno, one.col_offset) for one in imported}
 
     def _reached(self, body: Iterable[ast.stmt], line: int) -> Iterator[ast.stmt]:
         """List statements as they are, and those of the blocks around the line that launches."""
@@ -186,6 +223,50 @@ class LaunchingCode:
             if given and not blocks(node) and not reads:
                 return found
         return found if any(name in names_given(node) for node in found) else []
+
+    def is_imported(self, name: str) -> bool:
+        """Tell whether an import of the file runs all statements that made what `name` is."""
+        made = self.statements_of(name)
+        return name not in self.own and all((one.lineno, one.col_offset) in self._imported for one in made)
+
+    def calls_left_out(self, name: str, made: Sequence[ast.stmt] = ()) -> list[str]:
+        """Write the calls that may have changed what `name` is and that workers do not make, with their lines.
+
+        They are statements of their own, of a method of it or with it as an argument. `made`: the statements that
+        make it there; none: an import of the file does.
+        """
+        behind = self._statements.index(made[-1]) + 1 if made else 0
+        found = []
+        for statement in self._statements[behind:]:
+            for node in imported_statements([statement]):
+                value = node.value if isinstance(node, ast.Expr) else None
+                call = value.value if isinstance(value, ast.Await) else value
+                again = not made and (node.lineno, node.col_offset) in self._imported
+                later = statement in self._calling and self._is_later(node)
+                if isinstance(call, ast.Call) and self._changes(call, name) and not again and not later:
+                    where = f"line {node.lineno}, " if self.file is not None else ""
+                    found.append(f"{where}`{textwrap.shorten(ast.unparse(node), 60, placeholder=' …')}`")
+        return list(dict.fromkeys(found))
+
+    def _changes(self, call: ast.Call, name: str) -> bool:
+        """Tell whether a call may change what `name` is: none under way, of distflow, or of the standard library."""
+        given = [*call.args, *(one.value for one in call.keywords)]
+        if name in [root_of(one.value if isinstance(one, ast.Starred) else one) for one in given]:
+            called = self.values.get(root_of(call.func), getattr(builtins, root_of(call.func), None))
+            if called is setattr or called is delattr:
+                return True
+            home = called.__name__ if isinstance(called, ModuleType) else getattr(called, "__module__", None)
+            top = str(home).partition(".")[0]
+            known = top in sys.stdlib_module_names or top == "distflow"
+            return not known and getattr(called, "__code__", None) not in self._running
+        return isinstance(call.func, ast.Attribute) and root_of(call.func) == name
+
+    def _is_later(self, node: ast.stmt) -> bool:
+        """Tell whether a statement of the text that launches comes behind the call, or holds it."""
+        if self._code is None or node.lineno < self._line:
+            return False
+        last = max(line or 0 for _, _, line in self._code.co_lines())
+        return self._code.co_name == "<module>" or node.lineno <= last
 
     def argument(self, keyword: str) -> ast.expr | None:
         """Return the expression of an argument of the call that launches; None if it cannot be told."""
@@ -247,7 +328,8 @@ class Functions:
             return place
         variable = self._variable(function)
         file = self.written.file
-        if variable and file is not None and variable not in self.written.own and _is_defined(file, variable):
+        if variable and file is not None and self.written.is_imported(variable) and _is_defined(file, variable):
+            _note_left_out(variable, function, self.written.calls_left_out(variable))
             return f"{file}:{variable}"
         if variable:
             self._gather(variable, function)
@@ -302,6 +384,8 @@ class Functions:
             return
         chain = self.written.statements_of(name)
         self._add(name, _source_of(name, what, chain))
+        if chain:
+            _note_left_out(name, what, self.written.calls_left_out(name, chain))
         for other in {given for node in chain for given in names_given(node)}:
             if other not in self._parts and self.written.statements_of(other) == chain:
                 self._parts[other] = ""
@@ -328,6 +412,16 @@ class Functions:
         below = file is not None and Path(file).is_relative_to(folder) and not Path(file).is_relative_to(sys.prefix)
         if below and str(folder) not in self._folders:
             self._folders.append(str(folder))
+
+
+def _note_left_out(name: str, what: object, calls: Sequence[str]) -> None:
+    """Say which calls workers do not make of what may have changed an object; functions and classes seldom do."""
+    if calls and not (inspect.isroutine(what) or isinstance(what, type | partial)):
+        print(
+            f"note: {name} is made anew in each worker, without {', '.join(calls)} — where that changes it, do it in "
+            f"the function or class that makes {name}",
+            file=sys.stderr,
+        )
 
 
 def _place(text: str) -> str:
@@ -373,6 +467,8 @@ def _imported(name: str, what: object) -> str:
 
 def _literal(what: object) -> str:
     """Write a plain value; empty for anything else."""
+    if isinstance(what, set) and what and all(isinstance(one, str) for one in what):
+        return f"{{{', '.join(sorted(map(repr, what)))}}}"  # in an order that is that of the next process, too
     text = repr(what) if isinstance(what, int | float | str | bytes | list | tuple | dict | set | NoneType) else ""
     try:
         return text if text and ast.literal_eval(text) == what else ""

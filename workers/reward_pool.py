@@ -84,7 +84,8 @@ class RewardPool:
         UserError if it reports that it cannot work at all.
         """
         together = [list(samples)] if takes_lists(self._spec) else ([sample] for sample in samples)
-        waiting = deque(_numbered(together))
+        # Nobody is asked about no samples: a child with no rows counts as idle, and its answer would meet the next.
+        waiting = deque(_numbered(one for one in together if one))
         try:
             while waiting or any(child.rows for child in self._children):
                 self._start_children(len(waiting), time.monotonic())

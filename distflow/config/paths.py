@@ -104,13 +104,13 @@ def absolute_paths(value: Any, folder_of: Callable[[KeyPath], Path], model_folde
 
     They are relative to the folder of the file that names them; models in shipped files, to `model_folder`. In the
     `with` of the data source and of steps, text is a file if it begins with ./, ../ or ~/, or if it has a slash or a
-    suffix and such a file exists.
+    suffix and such a file exists. What an interpolation is yet to fill in is left as it is.
     """
     if isinstance(value, dict):
         return {k: absolute_paths(v, folder_of, model_folder, (*at, k)) for k, v in value.items()}
     if isinstance(value, list):
         return [absolute_paths(v, folder_of, model_folder, (*at, str(i))) for i, v in enumerate(value)]
-    if not isinstance(value, str):
+    if not isinstance(value, str) or "${" in value:
         return value
     if at[:1] == ("models",) and len(at) == 3 and at[2] in ("path", "tokenizer"):
         written = folder_of(at)

@@ -13,7 +13,8 @@ import importlib
 import importlib.util
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib.abc import MetaPathFinder
 from importlib.machinery import (
@@ -43,17 +44,25 @@ def import_file(path: Path, call: str) -> ModuleType:
     # With a dot it would be a module of another package.
     name = f"{package}.{path.stem.replace('.', '_')}"
     _FINDER.files[name] = path
-    before = _IMPORTING.set(str(path))
     try:
-        return importlib.import_module(name)
+        with importing(str(path)):
+            return importlib.import_module(name)
     except (Exception, SystemExit) as error:  # of the user's code, reported as it is
         raise PluginError(f"{call}: importing {path} raised {_told(error, package, path)}") from error
+
+
+@contextmanager
+def importing(what: str) -> Iterator[None]:
+    """Have `plugin_being_imported` tell of a plug-in's file or module meanwhile."""
+    before = _IMPORTING.set(what)
+    try:
+        yield
     finally:
         _IMPORTING.reset(before)
 
 
-def file_being_imported() -> str:
-    """The plug-in file that this thread is importing; empty if there is none."""
+def plugin_being_imported() -> str:
+    """The file or module that this thread imports as a plug-in; empty if there is none."""
     return _IMPORTING.get()
 
 

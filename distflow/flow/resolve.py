@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any, TypeVar, cast
 
 from distflow.errors import PluginError, UserError, did_you_mean, nearest
-from distflow.flow.file_import import import_file
+from distflow.flow.file_import import import_file, importing
 from distflow.flow.statements import Definition, imported_statements, is_main_guard, names_given
 from distflow.flow.step import ATTRIBUTE, StepSpec
 
@@ -59,7 +59,8 @@ def check_call(call: str, function: Any, positional: Sequence[str], keywords: Se
 
 def _import_module(name: str, call: str) -> ModuleType:
     try:
-        return importlib.import_module(name)
+        with importing(name):
+            return importlib.import_module(name)
     except ImportError as error:
         raise PluginError(f"{call}: module {name!r} cannot be imported: {error}") from error
 

@@ -48,13 +48,14 @@ def names_given(node: ast.stmt, *, whole: bool = True) -> list[str]:
 def names_changed(node: ast.stmt) -> list[str]:
     """List the names whose objects a statement changes by an assignment, such as `x` of `x.a = 1` and `x[0] = 1`."""
     targets = [one for one in ast.walk(node) if isinstance(one, ast.Attribute | ast.Subscript)]
-    return [root.id for one in targets if isinstance(one.ctx, ast.Store) and isinstance(root := _root(one), ast.Name)]
+    return [root for one in targets if isinstance(one.ctx, ast.Store) and (root := root_of(one))]
 
 
-def _root(node: ast.expr) -> ast.expr:
+def root_of(node: ast.expr) -> str:
+    """Return the name at which an expression such as `x.a[0].b` begins; empty if it begins otherwise."""
     while isinstance(node, ast.Attribute | ast.Subscript):
         node = node.value
-    return node
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 class _Names(ast.NodeVisitor):

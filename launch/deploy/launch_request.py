@@ -18,7 +18,7 @@ from distflow.config.paths import find_recipe
 from distflow.config.schema import Recipe
 from distflow.config.yamlfile import shown, yaml_value
 from distflow.errors import RecipeError, UserError
-from distflow.flow.lineage import ARITHMETIC, OF_MACHINE, arithmetic, changes, departures, leaves, lineage
+from distflow.flow.lineage import ARITHMETIC, OF_MACHINE, Change, arithmetic, changes, departures, leaves, lineage
 from distflow.flow.plan import Plan
 from distflow.flow.recipe_check import plan_recipe
 from distflow.flow.schedule import leaps
@@ -99,6 +99,25 @@ def recipe_of(options: Options, *, need_files: bool) -> tuple[LoadedRecipe, Plan
         overrides = [f"{STOP_AFTER}=null", *overrides]
     loaded, plan = plan_recipe(str(run_dir / RECIPE), overrides, need_files=need_files, resolved=True)
     return replace(loaded, source=source, overrides=(*before, *overrides)), plan
+
+
+def found_changes(options: Options) -> tuple[Path, Path, list[Change]]:
+    """Compare a recipe that is given with `--resume` to that of the run, as it was when it was last launched.
+
+    Returns the folder of the run, the file of its recipe, and what differs; files beside the two recipes count as the
+    same. Raises RecipeError and UserError.
+    """
+    run_dir = _resumed(options)
+    assert run_dir is not None, "a run is resumed"
+    assert options.recipe is not None, "a recipe is given"
+    source, before = _inputs(run_dir)
+    given = load_recipe(options.recipe, before)
+    beside, there = f"{given.source.parent}/", f"{source.parent}/"
+    now = {
+        key: value.replace(beside, there) if isinstance(value, str) else value
+        for key, value in leaves(given.resolved).items()
+    }
+    return run_dir, source, changes(leaves(yaml_value((run_dir / RECIPE).read_text())), now)
 
 
 def _file_of(options: Options, otherwise: Path) -> Path:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import linecache
 import math
+import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,7 +20,9 @@ import distflow
 from distflow.errors import PluginError, RecipeError, UserError
 from distflow.flow.recipe_check import plan_recipe
 from distflow.flow.resolve import resolve
+from distflow.launch.deploy.stop_run import stop_run
 from distflow.launch.python_recipe import Functions, write_recipe
+from tests.launch.conftest import FAKE, WAIT_S
 
 ROWS = [{"prompt": "12=", "answer": "12"}, {"prompt": "7=", "answer": "7"}]
 
@@ -203,6 +207,53 @@ def test_the_recipe_is_one_that_can_be_planned(notebook: Notebook, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
+    ("given", "key", "expected"),
+    [
+        ({"data": "missing.jsonl"}, "data.source", "{here}/missing.jsonl"),
+        ({"data": "sets/missing"}, "data.source", "{here}/sets/missing"),
+        ({"data": "./parts.py:dataset"}, "data.source", "{here}/parts.py:dataset"),
+        ({"data": "parts.py:dataset"}, "data.source", "{here}/parts.py:dataset"),
+        ({"data": "../rows"}, "data.source", "{above}/rows"),
+        ({"data": "hub:some/set"}, "data.source", "hub:some/set"),
+        ({"data": "some.module:rows"}, "data.source", "some.module:rows"),
+        ({"model": "./models/mine"}, "models.policy.path", "{here}/models/mine"),
+        ({"model": "made/mine"}, "models.policy.path", "{here}/made/mine"),
+        ({"model": "some/model"}, "models.policy.path", "some/model"),
+        ({"reward": "./parts.py:mine"}, "flow.steps.reward.with.function", "{here}/parts.py:mine"),
+        ({"reward": "parts.py:mine"}, "flow.steps.reward.with.function", "{here}/parts.py:mine"),
+        ({"val": {"data": {"source": "held.jsonl"}}}, "val.data.source", "{here}/held.jsonl"),
+        ({"run": {"copy_to": "second"}}, "run.copy_to", "{here}/second"),
+        ({"run": {"copy_to": "${oc.env:HOME}/runs"}}, "run.copy_to", "${oc.env:HOME}/runs"),
+    ],
+)
+def test_relative_files_are_of_the_current_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: dict[str, Any], key: str, expected: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "made").mkdir()
+    (tmp_path / "hidden").mkdir()
+    named: dict[str, Any] = {"model": "tiny", "data": "rows.jsonl", "reward": None}
+    named |= {name: given[name] for name in named if name in given}
+    settings = {name: value for name, value in given.items() if name not in named}
+    file = write_recipe(tmp_path / "hidden", **named, flow=None, settings=settings)
+    found = yaml.safe_load(file.read_text())
+    for name in key.split("."):
+        found = found[name]
+    assert found == expected.replace("{here}", str(tmp_path)).replace("{above}", str(tmp_path.parent))
+
+
+def test_a_file_that_is_missing_is_told_as_it_was_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    for given, told in (
+        ({"data": "sets/missing.jsonl"}, "launch: data.source — there is no file or folder sets/missing.jsonl"),
+        ({"data": "./parts.py:rows"}, "parts.py:rows: there is no file"),
+    ):
+        with pytest.raises(UserError, match=told) as raised:
+            distflow.launch(model="tiny", runs_dir=tmp_path / "runs", **given)
+        assert ".launched" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
     ("given", "why"),
     [
         ({"model": "tiny"}, "expected a recipe, or both of model and data"),
@@ -264,16 +315,123 @@ def test_a_script_that_is_imported_for_its_functions_starts_no_run(tmp_path: Pat
         resolve(f"{tmp_path}/mine.py:mine")
 
 
-def test_the_call_that_launches_is_found_through_the_package(notebook: Notebook, tmp_path: Path) -> None:
-    notebook.main.rows, notebook.main.runs = ROWS, str(tmp_path)
-    notebook.run(CELLS)
-    with pytest.raises(UserError, match="no_such_key"):  # behind the writing of the recipe
-        notebook.run(
-            "import distflow\n"
-            'distflow.launch(model="tiny", data=rows, runs_dir=runs, overrides=["run.no_such_key=1"],\n'
-            '    reward=[kw, Kw("1"), lambda completions, **kwargs: [4.0]])'
-        )
+def test_a_module_that_is_imported_for_its_functions_starts_no_run(tmp_path: Path) -> None:
+    """A module run by `python -m` goes to workers by its name in its package, which imports it once more."""
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "pack" / "__init__.py").write_text("")
+    (tmp_path / "pack" / "train.py").write_text(
+        "import pathlib, distflow\nfrom distflow.flow.resolve import resolve\n"
+        "from distflow.launch.python_recipe import Functions\n\ndef mine(sample):\n    return 1.0\n\n"
+        "if __name__ == '__main__':\n    place = Functions(pathlib.Path('functions.py')).place_of(mine)\n"
+        "    print(place, flush=True)\n    resolve(place)\ndistflow.launch('no-such-recipe')\n"
+    )
+    run = [sys.executable, "-m", "pack.train"]
+    done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "pack.train:mine\n"
+    assert "distflow.launch was called while pack.train was imported" in done.stderr
+
+
+CHANGES = """
+import logging
+class Vec:
+    def __init__(self): self.known = []
+    def fit(self, words): self.known += words
+    def __call__(self, completions, **kwargs): return [float(text in self.known) for text in completions]
+def setup(one): one.known.append("2")
+def show(one): print(one)
+vec, still, late = Vec(), Vec(), Vec()
+def by_vec(completions, **kwargs): return vec(completions)
+"""
+
+
+@pytest.mark.parametrize(
+    ("statements", "reward", "told"),
+    [
+        ("vec.fit(['2'])", "vec", "`vec.fit(['2'])`"),
+        ("for word in '12':\n    vec.fit([word])", "by_vec", "`vec.fit([word])`"),
+        ("setup(vec)", "vec", "`setup(vec)`"),
+        ("setattr(vec, 'known', ['2'])", "[by_vec]", "`setattr(vec, 'known', ['2'])`"),
+        ("print(vec); len(vec.known); logging.warning('%s', vec)", "vec", ""),
+        ("found = vec(['2'])\nvec.known = ['2']", "vec", ""),
+        ("still.fit(['2'])\nshow(by_vec)\nvec = Vec()", "by_vec", ""),
+    ],
+)
+@pytest.mark.parametrize("script", [False, True])
+def test_calls_that_workers_do_not_make_are_told(
+    notebook: Notebook, tmp_path: Path, capfd: pytest.CaptureFixture[str],
+    statements: str, reward: str, told: str, script: bool
+) -> None:  # fmt: skip
+    notebook.main.places, notebook.main.folder = places, tmp_path
+    launching = f"found = places(folder=folder, reward={reward})\nvec.fit(['later'])"
+    if not script:
+        notebook.run(CHANGES)
+        notebook.run(statements)
+        notebook.run(launching)
+    else:
+        main = textwrap.indent(f"{statements}\n{launching}", "    ")
+        text = f"{CHANGES}\nfill = Vec()\nfill.fit(['2'])\nif __name__ == '__main__':\n{main}\n"
+        (tmp_path / "script.py").write_text(text)
+        notebook.main.__file__ = str(tmp_path / "script.py")
+        exec(compile(text, notebook.main.__file__, "exec"), vars(notebook.main))
+        told = "" if "by_vec" in reward else told  # by its file; nothing is said of what functions there read
+    said = capfd.readouterr().err
+    notes = [line for line in said.splitlines() if line.startswith("note: ")]
+    assert len(notes) == bool(told), said
+    assert not told or (told in notes[0] and notes[0].startswith("note: vec is made anew in each worker, without "))
+
+
+FAKES = ["layout.pools.worker.backend=distflow.testing.fakes:FakeBackend",
+         "layout.pools.worker.engine=distflow.testing.fakes:FakeEngine"]  # fmt: skip
+
+
+@pytest.fixture
+def cells(notebook: Notebook, tmp_path: Path) -> Iterator[Notebook]:
+    """A notebook with `launch(**more)`, by which fake workers train two steps; what still runs is stopped."""
+    notebook.main.start = {"model": "tiny", "data": ROWS, "runs_dir": tmp_path, "worker_entry": FAKE}
+    notebook.main.overrides = [*FAKES, "layout.pools.worker.backend_options={fake: {steps: 2}}"]
+    notebook.run(f"import distflow\n{CELLS}")
+    yield notebook
+    for path in tmp_path.glob("*/run.json"):
+        stop_run(path.parent, timeout_s=0.0)
+
+
+LAUNCH = """
+run = distflow.launch(**{**start, **more}, overrides=overrides, run="mine",
+    reward=[kw, Kw("1"), lambda completions, **kwargs: [4.0]])
+"""
+
+
+def test_a_call_is_resumed_by_the_same_call(cells: Notebook, tmp_path: Path) -> None:
+    cells.main.more = {}
+    cells.run(LAUNCH)
+    cells.main.run.wait(timeout=WAIT_S)
     (file,) = tmp_path.glob(".launched/*/functions.py")
     recipe = yaml.safe_load((file.parent / "recipe.yaml").read_text())
     found = recipe["flow"]["steps"]["reward"]["with"]["function"]
     assert [resolve(one["function"])(["2"]) for one in found.values()] == [[1.0], [0.0], [4.0]]
+
+    other_rows = [*ROWS, {"prompt": "3=", "answer": "3"}]
+    for more, told in (
+        ({"data": other_rows}, "the rows are others"),
+        ({"batch": {"prompts": 16}, "flow": "dr_grpo"}, r"batch.prompts was 8, is 16; .*recipe_as_written=True"),
+    ):
+        cells.main.more = {**more, "resume": True}
+        with pytest.raises(UserError, match=f"mine was launched by another call: .*{told}"):
+            cells.run(LAUNCH)
+    cells.main.more = {"resume": True}
+    with pytest.raises(UserError, match="mine was launched by another call: functions are others"):
+        cells.run(LAUNCH.replace("4.0", "5.0"))
+
+    cells.main.overrides = [*cells.main.overrides, "limits.drain_s=7"]
+    cells.run(LAUNCH)
+    cells.main.run.wait(timeout=WAIT_S)
+    assert cells.main.run.path == tmp_path / "mine"
+    assert yaml.safe_load((tmp_path / "mine" / "recipe.yaml").read_text())["limits"]["drain_s"] == 7
+    assert [*tmp_path.glob(".launched/*")] == [file.parent], "what was refused or went on leaves nothing"
+
+
+def test_a_refused_call_leaves_nothing(tmp_path: Path) -> None:
+    for more, told in (({"overrides": ["run.no_such_key=1"]}, "no_such_key"), ({"reward": 3}, "give a function")):
+        with pytest.raises(UserError, match=told):
+            distflow.launch(model="tiny", data=ROWS, runs_dir=tmp_path / "new" / "runs", **more)
+    assert not [*tmp_path.iterdir()]

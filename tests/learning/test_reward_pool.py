@@ -37,6 +37,9 @@ def by_text(sample):
     if word == "sleep":
         time.sleep(float(number))
     return os.getpid()
+
+def together(completions, **kwargs):
+    return [float(len(text)) for text in completions]
 """
 
 MakePool = Callable[..., RewardPool]
@@ -48,8 +51,8 @@ def pool(tmp_path: Path) -> Iterator[MakePool]:
     path.write_text(FUNCTIONS)
     made: list[RewardPool] = []
 
-    def make(processes: int = 4, timeout_s: float = 60.0) -> RewardPool:
-        made.append(RewardPool(f"{path}:by_text", processes, timeout_s))
+    def make(processes: int = 4, timeout_s: float = 60.0, function: str = "by_text") -> RewardPool:
+        made.append(RewardPool(f"{path}:{function}", processes, timeout_s))
         return made[-1]
 
     yield make
@@ -77,6 +80,16 @@ def seconds(action: Callable[[], object]) -> float:
     began = time.monotonic()
     action()
     return time.monotonic() - began
+
+
+@pytest.mark.parametrize("function", ["together", "by_text"])
+def test_nobody_is_asked_about_no_samples(pool: MakePool, function: str) -> None:
+    judging = pool(processes=1, function=function)
+    for responses in (["a"], [], ["bb", "c"], [], [], ["ddd"]):
+        found = verdicts(judging, responses)
+        assert [one.failure for one in found] == [None] * len(responses)
+        if function == "together":
+            assert [one.values["reward"] for one in found] == [float(len(text)) for text in responses]
 
 
 def test_samples_that_time_out_do_so_side_by_side(pool: MakePool) -> None:
