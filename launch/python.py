@@ -28,12 +28,12 @@ from distflow.config.yamlfile import shown
 from distflow.errors import DistflowError, Problem, RecipeError, UserError, WorkerFailed, did_you_mean, nearest
 from distflow.flow.file_import import plugin_being_imported
 from distflow.launch.commands.launch import command
-from distflow.launch.commands.metrics import finite, read_steps
 from distflow.launch.commands.status import look
 from distflow.launch.deploy.launch_request import Options, as_asked, found_changes, recipe_of
 from distflow.launch.deploy.launcher import check_here
 from distflow.launch.deploy.monitor import Monitor
 from distflow.launch.deploy.stop_run import stop_run
+from distflow.launch.observe.file_sync import finite, read_steps
 from distflow.launch.observe.progress import PlainDisplay, RunStatus
 from distflow.launch.observe.run_summary import failure_report, progress_of
 from distflow.launch.python_recipe import new_folder, other_files, write_recipe

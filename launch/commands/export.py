@@ -26,9 +26,8 @@ from distflow.flow.planner import make_plan
 from distflow.flow.resolve import resolve
 from distflow.launch.commands.launch import command as launch
 from distflow.launch.commands.launch import launch_once
-from distflow.launch.commands.metrics import finite, read_steps
 from distflow.launch.deploy.launch_request import RECIPE, Options, as_asked
-from distflow.launch.observe.file_sync import refresh
+from distflow.launch.observe.file_sync import finite, read_steps, refresh
 from distflow.launch.run.folder import find_run
 from distflow.launch.run.resume import best_checkpoint, find_checkpoint
 from distflow.runtime.checkpoint.commit import checkpoints_of, examine, newest_first, step_of, vanished

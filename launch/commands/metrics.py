@@ -7,7 +7,7 @@ import json
 import math
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import click
 
 from distflow.errors import UserError
+from distflow.launch.observe.file_sync import Steps, finite, read_steps
 from distflow.metrics.merge import validated
 
 if TYPE_CHECKING:
@@ -47,7 +48,6 @@ LOWER = ("timing_s/*", "perf/*_idle_share", "*/errors", "*/timeouts")
 KINDS = ("last", "best", "mean")
 NAMED = 8
 """Metrics of a group that are named where a metric was asked for."""
-Steps = list[dict[str, float]]
 Figures = dict[str, dict[str, float | None]]
 """By metric and kind."""
 
@@ -131,20 +131,6 @@ def _cut(steps: Steps, names: Sequence[str] | None, last: int | None) -> Steps:
     having = [step for step in steps if not wanted or any(name in step for name in wanted)]
     kept = having if last is None else having[-last:]
     return [{name: step[name] for name in ("step", *names) if name in step} for step in kept]
-
-
-def read_steps(run_dir: Path, tell: Callable[[str], None]) -> Steps:
-    """The merged metrics of a run, one mapping per training step; `tell` gets lines about what is missing."""
-    from distflow.launch.observe.file_sync import refresh
-    from distflow.metrics.merge import MetricsReader
-
-    for line in refresh(run_dir, ("metrics",), "metrics"):
-        tell(line)
-    reader = MetricsReader(run_dir)
-    reader.read()
-    if reader.malformed:
-        tell(f"{run_dir}/metrics: {reader.malformed} incomplete lines were skipped")
-    return reader.merged()
 
 
 def chosen_keys(keys: str, steps: Steps) -> tuple[list[str], list[str]]:
@@ -240,11 +226,6 @@ def _print_csv(names: list[str] | None, runs: Mapping[str, Steps]) -> None:
         for step in steps:
             cells = [step[name] if name in step and math.isfinite(step[name]) else "" for name in columns]
             writer.writerow([*([run] if several else []), *cells])
-
-
-def finite(step: dict[str, float]) -> dict[str, float | None]:
-    """Replace NaN and infinity, which JSON lacks, by null."""
-    return {name: value if math.isfinite(value) else None for name, value in step.items()}
 
 
 def _print_table(steps: Steps, table_columns: Sequence[tuple[str, str, str]]) -> None:

@@ -13,7 +13,8 @@ import click
 
 from distflow.config.outputs import cannot_write
 from distflow.errors import UserError, did_you_mean
-from distflow.launch.commands.metrics import Steps, chosen_keys, read_runs
+from distflow.launch.commands.metrics import chosen_keys, read_runs
+from distflow.launch.observe.file_sync import Steps
 from distflow.metrics.merge import validated
 
 if TYPE_CHECKING:

@@ -14,9 +14,10 @@ from distflow.cluster.processes import STOPPED
 from distflow.config.compose import listed_values
 from distflow.config.load import load_recipe
 from distflow.errors import DistflowError, RecipeError, UserError
-from distflow.launch.commands.metrics import MEAN_OF, Steps, figures, print_columns, read_steps
+from distflow.launch.commands.metrics import MEAN_OF, figures, print_columns
 from distflow.launch.deploy.launch_request import Options, recipe_of
 from distflow.launch.deploy.launcher import submit_jobs
+from distflow.launch.observe.file_sync import Steps, read_steps
 from distflow.launch.observe.run_summary import progress_of
 from distflow.launch.run.folder import check_name
 from distflow.launch.run.record import FILE_NAME, read_record

@@ -26,6 +26,7 @@ from distflow.launch.observe.file_client import FileClient, NoAnswer, OutOfTime,
 from distflow.launch.observe.file_server import WHOLE, head, inside
 from distflow.launch.run.record import HOSTS, RunRecord, read_record
 from distflow.log import logger
+from distflow.metrics.merge import MetricsReader
 from distflow.runtime.checkpoint.commit import COMMIT, sync_folder
 
 COLLECTED = ("logs", "metrics", "rollouts", "trace", "prompts", WHOLE)
@@ -38,6 +39,8 @@ TELL_EVERY_S = 10.0
 GIB = 1 << 30
 AT_ONCE = 16
 """Hosts that are asked at once."""
+Steps = list[dict[str, float]]
+"""Metrics by training step."""
 SILENT, LATE = "does not answer", "not all of it came in time: run it again"
 log = logger(__name__)
 
@@ -309,3 +312,19 @@ def refresh(
         f"{host} {SILENT}: its {what} may be missing" if fault == SILENT else f"{host}: {fault}"
         for host, fault in mirror.faults.items()
     ]
+
+
+def read_steps(run_dir: Path, tell: Callable[[str], None]) -> Steps:
+    """The merged metrics of a run, one mapping per training step; `tell` gets lines about what is missing."""
+    for line in refresh(run_dir, ("metrics",), "metrics"):
+        tell(line)
+    reader = MetricsReader(run_dir)
+    reader.read()
+    if reader.malformed:
+        tell(f"{run_dir}/metrics: {reader.malformed} incomplete lines were skipped")
+    return reader.merged()
+
+
+def finite(step: dict[str, float]) -> dict[str, float | None]:
+    """Replace NaN and infinity, which JSON lacks, by null."""
+    return {name: value if math.isfinite(value) else None for name, value in step.items()}
