@@ -117,7 +117,7 @@ def _account(foreign: Foreign, key: str, value: Any, together: Together) -> tupl
         return Account(key, value, "lacks", meant(word) or "not in the dictionary"), {}
     if not meaning.to and meaning.make is None:
         return Account(key, value, "lacks" if meaning.text.startswith("not built") else "says", meaning.text), {}
-    if meaning.together and (key in together.told or not isinstance(value, Expression)):
+    if key in together.told if isinstance(value, Expression) else meaning.together:
         made = together.made.get(meaning.to)
         here = f"={_shown(made)}" if isinstance(made, int | float | str) else ""
         return Account(key, value, "maps", f"{meaning.to}{here}{f' ({meaning.text})' if meaning.text else ''}"), {}

@@ -137,8 +137,8 @@ class RunConfig(Section):
     """Most space for the trace of one worker in the run folder; beyond it the older half is removed."""
     hf_every: int = Field(default=0, ge=0, json_schema_extra={"unit": "training steps"})
     """Training steps between Hugging Face folders of the trained model, in hf/ of the run folder; 0: none."""
-    keep_checkpoints: int = Field(default=2, ge=1, json_schema_extra={"unit": "checkpoints"})
-    """How many of the newest checkpoints are kept."""
+    keep_checkpoints: int | None = Field(default=2, ge=1, json_schema_extra={"unit": "checkpoints"})
+    """How many of the newest checkpoints are kept; null: all of them."""
     keep_best: str | None = Field(default=None, pattern=r"^\S+$")
     """A mean metric of the training workers, such as critic/score, or one of validation, such as val/avg@1: the
     checkpoint with its best value is kept too."""

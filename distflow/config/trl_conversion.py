@@ -53,11 +53,14 @@ def _batch(found: Together, given: Mapping[str, Any]) -> int:
     samples = found.count(given, "num_generations", 8)
     if "num_generations" in given:
         made["batch.samples_per_prompt"] = samples
-    prompts = made["batch.prompts"] = int(max(1, max(whole, device * held * processes) // samples))
+    exact = max(whole, device * held * processes) / samples
+    prompts = made["batch.prompts"] = int(max(1, exact))
     updates = held / accumulation
-    if "num_processes" not in given:
-        told = "multiply it by the number of processes of the TRL run"
+    if "num_processes" not in given and not whole:
+        told = f"write {exact:g} × the number of processes of the TRL run"
         found.assumed.append(f"batch.prompts is that of one process: {told}")
+    elif exact != prompts:
+        found.assumed.append(f"batch.prompts is {prompts}, where TRL has {exact:g}, which are no whole groups")
     told = f"TRL makes {updates:g} optimizer steps of a generation batch of {prompts} prompts"
     found.minibatches(prompts, updates, told)
     return int(max(1, round(updates * found.number(given, "num_iterations", 1))))
@@ -105,6 +108,9 @@ def _lengths(found: Together, given: Mapping[str, Any], each: int) -> None:
             found.by_default("run.save_every", steps, Default("save_steps", 500))
     elif "save_steps" in given:
         found.says["save_steps"] = f"TRL does not count: save_strategy is {strategy}"
+    if given.get("save_total_limit") is None:
+        found.by_default("run.keep_checkpoints", None, Default("save_total_limit", None, "all are kept"))
+        found.settled["save_total_limit"] = "run.keep_checkpoints=null"
     warmup = found.number(given, "warmup_steps", 0) or found.number(given, "warmup_ratio", 0)
     if warmup > 0:
         steps = training_steps(warmup, each, total, up=True)
@@ -245,6 +251,7 @@ def _model(found: Together, foreign: Foreign, given: Mapping[str, Any]) -> None:
     bits = foreign.expression("quantization_config")
     words |= {"quantization_config": _shown_value(bits, foreign)} if bits is not None else {}
     words |= {"quantization_config": Expression("load_in_4bit=True")} if given.get("load_in_4bit") else {}
+    loads_whole = "float32" in str(words.get("dtype", words.get("torch_dtype")))
     dtype = str(words.pop("dtype", None) or words.pop("torch_dtype", None) or "float32").removeprefix("torch.")
     words.pop("torch_dtype", None)
     half = given.get("bf16", None if "bf16" in foreign.given else not given.get("fp16"))
@@ -254,7 +261,8 @@ def _model(found: Together, foreign: Foreign, given: Mapping[str, Any]) -> None:
     elif dtype == "float16":
         found.assumed.append("training in float16 is refused: models.policy.dtype=bfloat16, or float32")
     elif half and given.get("bf16") is None:
-        found.by_default("models.policy.dtype", "bfloat16", Default("bf16", True))
+        why = "the optimizer's weights are float32, as the script loads them" if loads_whole else ""
+        found.by_default("models.policy.dtype", "bfloat16", Default("bf16", True, why))
     left = [name for name, value in words.items() if not _loads(found, foreign, name, value)]
     if left:
         told = f"{', '.join(left)}: nothing stands for it in models.policy"

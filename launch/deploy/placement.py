@@ -439,7 +439,8 @@ def _saved(plan: Plan, share: float, *, whole: bool) -> int:
     sizes = {name: _size(model) for name, model in plan.recipe.models.items()}
     run, policy = plan.recipe.run, sizes[plan.primary]
     # The best one in addition to the newest, and one being written.
-    kept = min(run.keep_checkpoints + (run.keep_best is not None), run.training_steps) + 1
+    newest = -(-run.training_steps // max(1, run.save_every)) if run.keep_checkpoints is None else run.keep_checkpoints
+    kept = min(newest + (run.keep_best is not None), run.training_steps) + 1
     state = sum(state_bytes(size) for name in plan.trained_models if (size := sizes[name]) is not None)
     folders = run.training_steps // run.hf_every if run.hf_every and policy is not None and share else 0
     completed = state * (1 - share) if whole else 0

@@ -257,7 +257,7 @@ def test_trls_defaults_that_are_others_here_are_written(converted: Any) -> None:
     defaults = set(re.findall(r"^ *(\w+):.*# TRL's default", text, re.M))
     assert defaults == {
         *("samples_per_prompt", "max_new_tokens", "lr", "schedule", "gradient_checkpointing", "seed", "save_every"),
-        *("aggregate", "clip", "kl", "correction", "dtype"),
+        *("aggregate", "clip", "kl", "correction", "dtype", "keep_checkpoints"),
     }
     recipe = yaml.safe_load(text)
     assert recipe["models"]["policy"]["optimizer"] == {"lr": 1e-6, "schedule": "linear"}
@@ -269,7 +269,7 @@ def test_trls_defaults_that_are_others_here_are_written(converted: Any) -> None:
         grpo(
             **{"lr_scheduler_type": "constant_with_warmup", "seed": 1, "bf16": False, "gradient_checkpointing": False},
             **{"max_completion_length": 8, "learning_rate": 1e-5, "num_generations": 4, "save_steps": 7, "beta": 0.1},
-            **{"loss_type": "dapo", "use_bias_correction_kl": False},
+            **{"loss_type": "dapo", "use_bias_correction_kl": False, "save_total_limit": 2},
         ),
     )
     assert "TRL's default" not in text
@@ -512,3 +512,27 @@ def test_values_that_no_argument_takes_are_accounted_for(converted: Any, value: 
     for key in keys:
         found, _ = converted("a.py", f"GRPOTrainer('m', [], GRPOConfig(use_vllm=True, **{ ({key: value})!r}))\n")
         assert key in {one.key for one in found.accounts}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "each"), [("per_device_train_batch_size=2", "0.25"), ("gradient_accumulation_steps=3", "3")]
+)
+def test_the_batch_of_one_process_is_told_as_it_is(converted: Any, sizes: str, each: str) -> None:
+    """Of several processes it may be a whole number that is not a multiple of one that was rounded."""
+    _, text = converted("a.py", f"args = GRPOConfig({sizes})\nGRPOTrainer(model='org/model', args=args)\n")
+    assert f"# To do: batch.prompts is that of one process: write {each} × the number of processes" in text
+
+
+def test_as_many_checkpoints_are_kept_as_by_trl(converted: Any, tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1=", "answer": "1"}\n')
+    for limit, kept in (("", None), ("save_total_limit=None", None), ("save_total_limit=3", 3)):
+        _, text = converted("a.py", f"GRPOTrainer(model='org/model', args=GRPOConfig({limit}))\n")
+        assert planned(tmp_path, text).recipe.run.keep_checkpoints == kept
+
+
+def test_a_model_that_the_script_loads_is_told_once(converted: Any) -> None:
+    loading = "model = AutoModelForCausalLM.from_pretrained('org/model', torch_dtype=torch.float32)\n"
+    found, text = converted("a.py", f"{loading}GRPOTrainer(model=model, args=GRPOConfig())\n")
+    (model,) = [one for one in found.accounts if one.key == "model"]
+    assert (model.kind, model.text) == ("maps", "models.policy.path=org/model")
+    assert "dtype: bfloat16  # TRL's default: the optimizer's weights are float32, as the script loads them" in text

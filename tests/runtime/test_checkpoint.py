@@ -147,6 +147,12 @@ def test_the_best_one_is_kept_beside_the_newest(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000008"]
 
 
+def test_all_are_kept_where_no_number_is_given(tmp_path: Path) -> None:
+    for number in range(5):
+        save(tmp_path, number, Keeping(None))
+    assert len([*(tmp_path / "checkpoints").iterdir()]) == 5
+
+
 def test_the_best_one_by_validation_is_kept_once_it_is_known(tmp_path: Path) -> None:
     keeping = Keeping(1, "val/avg@1", "max", due=(0, 2, 4, 6, 8))
 

@@ -270,8 +270,8 @@ def _fault_of_part(path: Path, expected: Fingerprint, note: Note | None) -> str:
 class Keeping:
     """Which checkpoints are kept, from the recipe."""
 
-    last: int
-    """Newest checkpoints that are kept."""
+    last: int | None
+    """Newest checkpoints that are kept; None: all."""
     metric: str | None = None
     """The best one by this metric is kept beside them."""
     mode: Literal["max", "min"] = "max"
@@ -286,7 +286,7 @@ class Keeping:
         values the newest is the best.
         """
         folders = list(found)
-        kept = set(folders[-self.last :])
+        kept = set(folders if self.last is None else folders[-self.last :])
         if self.due:
             # Rounds end in order.
             measured = max(self.validated(found.values()), default=-1)
