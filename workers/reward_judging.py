@@ -20,11 +20,10 @@ from math import isfinite
 from typing import Any, Literal, Self, SupportsFloat
 
 from distflow.errors import PluginError, UserError, loop_cure
-from distflow.flow.file_import import without_import
 from distflow.flow.resolve import named_function
 from distflow.flow.reward_form import Signature, check_reward, find_signature
+from distflow.flow.user_frames import frames_of, log_whole
 from distflow.types import Completion
-from distflow.workers import reward_calls
 from distflow.workers.reward_calls import (
     NO_STATE,
     Logged,
@@ -43,9 +42,6 @@ LARGEST = 3.4028234663852886e38
 """The largest number of float32, in which rewards are kept."""
 LONGEST_TEXT, SHOWN_VALUE, SHOWN_FRAMES = 2000, 200, 10
 """Characters of an error and of a value in a message, and frames from either end of a traceback."""
-
-
-_OURS = (__file__, reward_calls.__file__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,9 +363,9 @@ async def _awaited(given: object) -> object:
 
 
 def _failure(error: BaseException) -> Verdict:
-    # Without the frames of this file: the user's come first.
-    found = without_import(traceback.extract_tb(error.__traceback__))
-    frames = traceback.format_list([frame for frame in found if frame.filename not in _OURS])
+    if isinstance(error, Exception):  # a coroutine that is closed while Python parses something must not parse
+        log_whole(error)
+    frames = traceback.format_list(frames_of(error))
     if len(frames) > 2 * SHOWN_FRAMES:
         frames[SHOWN_FRAMES:-SHOWN_FRAMES] = [f"  … {len(frames) - 2 * SHOWN_FRAMES} more …\n"]
     cure = loop_cure(error)

@@ -21,6 +21,7 @@ from typing import Any
 
 from setproctitle import getproctitle
 
+from distflow import log
 from distflow.comm.processes import name_process
 from distflow.errors import PluginError, UserError
 from distflow.types import Completion
@@ -173,6 +174,7 @@ def serve(spec: str, lifeline: str, title: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     name_process(title)
+    log.configure(title)
     with os.fdopen(os.dup(0), encoding="utf-8") as requests, os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)

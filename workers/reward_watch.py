@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from distflow.flow.file_import import without_import
+from distflow.flow.user_frames import user_frames
 from distflow.runtime.process_record import current_frames
 from distflow.workers import reward_judging
 
@@ -66,6 +66,6 @@ def stack_of(thread: int) -> str:
     frames = current_frames()
     if thread not in frames:
         return ""
-    found = without_import(traceback.extract_stack(frames[thread]))
+    found = traceback.extract_stack(frames[thread])
     ours = max((n for n, frame in enumerate(found) if frame.filename == reward_judging.__file__), default=-1)
-    return "".join(traceback.format_list(found[ours + 1 :])).rstrip()
+    return "".join(traceback.format_list(user_frames(found[ours + 1 :]))).rstrip()

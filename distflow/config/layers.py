@@ -60,6 +60,8 @@ class Layers:
         self.values: dict[str, Any] = {}
         self._origins: dict[KeyPath, Origin] = {}
         self._removed: dict[KeyPath, Origin] = {}
+        self._dropped: dict[KeyPath, Any] = {}
+        """What went because another function, engine or model was named."""
         self.unremoved: list[tuple[KeyPath, Origin, list[str]]] = []
         """What null was to remove and is not there, with what is."""
 
@@ -70,10 +72,10 @@ class Layers:
         self._merge(self.values, layer, (), lambda key: origin_of(key[len(at) :]))
 
     def delete(self, key: KeyPath, origin: Origin | None = None) -> bool:
-        """Remove a value; return False if there is none. `origin`: of the removal, if a user wanted it."""
+        """Remove a value; return False if there is, and was, none. `origin`: of the removal, if a user wanted it."""
         section = self._section(key[:-1])
         if key[-1] not in section:
-            return False
+            return self._was_dropped(key)
         self._remove(section, key, origin)
         return True
 
@@ -142,8 +144,12 @@ class Layers:
         """Remove what lower layers give under a name."""
         if here[-1] in target:
             self._remove(target, here, origin)
-        else:
+        elif not self._was_dropped(here):
             self.unremoved.append((here, origin, list(target)))
+
+    def _was_dropped(self, key: KeyPath) -> bool:
+        """Tell whether a value was there until its function, engine or model was replaced."""
+        return any(key[: len(at)] == at and _holds(value, key[len(at) :]) for at, value in self._dropped.items())
 
     def _drop_replaced(self, target: dict[str, Any], key: str, value: Any, here: KeyPath) -> None:
         old = target.get(key)
@@ -152,12 +158,21 @@ class Layers:
         for pattern, dropped in _REPLACES.items():
             if _matches(here, (pattern,)):
                 for name in dropped:
-                    target.pop(name, None)
+                    if name in target:
+                        self._dropped[(*here[:-1], name)] = target.pop(name)
 
 
 def _matches(key: KeyPath, patterns: Sequence[str]) -> bool:
     """Whether one of the patterns, part by part, is that of the key."""
     return any(len(key) == pattern.count(".") + 1 and fnmatchcase(dotted(key), pattern) for pattern in patterns)
+
+
+def _holds(value: Any, key: KeyPath) -> bool:
+    for part in key:
+        if not (isinstance(value, dict) and part in value):
+            return False
+        value = value[part]
+    return True
 
 
 class _Places(Places):

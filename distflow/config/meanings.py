@@ -86,10 +86,20 @@ def as_filter(value: Any) -> Any:
     return 0 if value in (None, -1) else value
 
 
+def tracker_names(value: Any) -> list[str]:
+    """Return the trackers that are here, of a name or a list of them."""
+    return [name for name in (value if isinstance(value, list | tuple) else [value]) if name in TRACKERS]
+
+
+def no_tracker(value: Any) -> bool:
+    """Tell whether the value says that nothing is to be tracked, or only by what needs no tracker here."""
+    names = value if isinstance(value, list | tuple) else [value]
+    return all(name in (None, False, "", "none", "null", "None", "console", "file") for name in names)
+
+
 def trackers(value: Any) -> Any:
     """Translate names of trackers."""
-    names = list(value) if isinstance(value, list | tuple) else [value]
-    known = [name for name in names if name in TRACKERS]
+    known = tracker_names(value)
     if not known:
         raise Unneeded("none of them is a tracker here; metrics are always in the run's folder")
     return dict.fromkeys(known, True)

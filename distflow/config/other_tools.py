@@ -22,7 +22,7 @@ from distflow.config.meanings import SPEED as _SPEED
 from distflow.config.meanings import TRACKERS as _TRACKERS
 from distflow.config.meanings import TURNS as _TURNS
 from distflow.config.meanings import TYPES as _TYPES
-from distflow.config.meanings import Meaning, Unneeded
+from distflow.config.meanings import Meaning, Unneeded, no_tracker, tracker_names
 from distflow.config.meanings import as_filter as _filter
 from distflow.config.meanings import one_of as _one_of
 from distflow.config.meanings import option as _option
@@ -35,6 +35,7 @@ _EVALUATION = "val.every (docs/validation.md)"
 _ADAPTERS = "models.policy.lora.rank=16, with models.policy.lora.alpha=32"
 _RANK, _ALPHA = "models.policy.lora.rank", "models.policy.lora.alpha"
 _LOGGERS = ("logger", "report_to")
+_UNTRACKED = "leave it out: nothing is sent to a tracker unless run.trackers names one; metrics are in the run's folder"
 _ESTIMATOR_WORDS = ("algorithm", "algo", "adv_estimator", "advantage_estimator", "estimator")
 ESTIMATORS = {
     **{name: name for name in ("grpo", "rloo", "remax", "opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")},
@@ -180,14 +181,16 @@ WORDS: Mapping[str, str] = {
 """By the last part of a key, in lower case: a key here, or a sentence."""
 
 
-def meant(word: str, value: object = None) -> str:
-    """Say what a word of another tool is here; empty for a word that is not known. `value`: what it is given."""
+def meant(word: str, value: object = ...) -> str:
+    """Say what a word of another tool is here; empty for a word that is not known. `value`: what it is given, if that
+    is known."""
     text = WORDS.get(word.lower(), "")
     if not text:
-        return trl_hint(word, value)
+        return trl_hint(word, None if value is ... else value)
     if word.lower() in _LOGGERS:
-        named = [name for name in _TRACKERS if name in (value if isinstance(value, list | tuple) else [value])]
-        text = " and ".join(WORDS[name] for name in named) or text
+        if no_tracker(value):
+            return _UNTRACKED
+        text = " and ".join(WORDS[name] for name in tracker_names(value)) or text
     if word.lower() in _ESTIMATOR_WORDS and str(value) in ESTIMATORS:
         text = f"flow={ESTIMATORS[str(value)]}"
     is_key = " " not in text or text.startswith(("run.", "batch.", "flow", "models.", "layout.", "data."))

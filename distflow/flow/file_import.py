@@ -30,6 +30,7 @@ from types import ModuleType
 
 from distflow.errors import PluginError
 from distflow.flow.neighbours import installed_at, lies_in, means_neighbour, which_one
+from distflow.flow.user_frames import frames_of
 
 _PREFIX = "distflow_plugin_"
 _IMPORTING = ContextVar("importing", default="")
@@ -71,12 +72,6 @@ def scope_in(folder: Path) -> dict[str, object]:
     package = _package(folder.resolve())
     importing = functools.partial(_import, package, folder.resolve())
     return {"__package__": package, "__builtins__": {**vars(builtins), "__import__": importing}}
-
-
-def without_import(frames: traceback.StackSummary) -> list[traceback.FrameSummary]:
-    """The frames without those of importing."""
-    ours = (__file__, importlib.__file__)
-    return [frame for frame in frames if frame.filename not in ours and not frame.filename.startswith("<frozen ")]
 
 
 def _package(folder: Path) -> str:
@@ -162,7 +157,7 @@ def _told(error: BaseException, package: str, path: Path) -> str:
     """The error, a hint if it is about a neighbour, and the user's frames."""
     # No user has given this name.
     text = str(error).replace(f"{package}.", "").replace(f"{package!r} (unknown location)", str(path.parent))
-    frames = "".join(traceback.format_list(without_import(traceback.extract_tb(error.__traceback__))))
+    frames = "".join(traceback.format_list(frames_of(error)))
     lines = f"{type(error).__name__}: {text}{_hint(error, path.parent)}", frames.rstrip()
     return "\n".join(line for line in lines if line)
 

@@ -29,17 +29,13 @@ from typing import Any
 
 import msgspec
 
-import distflow
 from distflow.comm.processes import process_alive, started_at
+from distflow.flow.user_frames import is_yours
 
 SIZE = 256
 SIGNAL = signal.SIGUSR2
 TROUBLES, LONGEST_TROUBLE = ".troubles.txt", 500
-_PACKAGE = Path(distflow.__file__).parent
-OURS = tuple(f"{folder}{os.sep}" for folder in (_PACKAGE, *(_PACKAGE.parent / name for name in ("workers", "launch"))))
 _collecting = threading.Lock()
-LIBRARY_FOLDERS = ("/site-packages/", "/dist-packages/", f"{os.path.dirname(os.__file__)}{os.sep}")
-"""Parts of the paths of installed packages and of Python's own files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,12 +170,7 @@ def current_frames() -> dict[int, FrameType]:
 
 
 def _frames(stack: traceback.StackSummary) -> dict[str, Any]:
-    return {"frames": stack.format(), "yours": [_is_yours(frame.filename) for frame in stack]}
-
-
-def _is_yours(file: str) -> bool:
-    """Whether a file is the user's: not distflow's, a library's or Python's own."""
-    return not (file.startswith(OURS) or file.startswith("<") or any(part in file for part in LIBRARY_FOLDERS))
+    return {"frames": stack.format(), "yours": [is_yours(frame.filename) for frame in stack]}
 
 
 def render(threads: Sequence[Mapping[str, Any]], *, everything: bool = False) -> str:

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from inspect import iscoroutinefunction, signature
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -33,11 +32,11 @@ from distflow.data.samples import (
 )
 from distflow.errors import DistflowError, StepError, UserError, device_fault, loop_cure
 from distflow.exchange.tally import Tally
-from distflow.flow.file_import import without_import
 from distflow.flow.imported_step import check_step
 from distflow.flow.plan import StepPlan
 from distflow.flow.resolve import resolve
 from distflow.flow.step import ATTRIBUTE, of_runtime
+from distflow.flow.user_frames import frames_of, log_whole
 from distflow.log import logger
 from distflow.runtime.attempt import ATTEMPT, RequestRefused, innermost
 from distflow.runtime.episode_loop import ALONE, Begin, Episodes, SetupFailed, StepSetup
@@ -342,6 +341,7 @@ class StepRunner:
             # Mistakes of settings and declarations, and what is wrong with the worker or its GPU, are no accidents.
             if not isinstance(found, StepError) or device_fault(error):
                 return found
+            log_whole(error)
             name = type(error).__name__
             return EpisodeFailed(str(found), f"{name}: {error}", name, _place(error))
 
@@ -503,25 +503,12 @@ def split(error: StepError) -> tuple[str, str]:
 
 
 def _own_frames(error: BaseException) -> str:
-    """The traceback, with the error itself."""
+    """The user's frames, with the error itself."""
     cure = loop_cure(error)
-    shown = [*traceback.format_list(_frames(error)), *traceback.format_exception_only(error)]
+    shown = [*traceback.format_list(frames_of(error)), *traceback.format_exception_only(error)]
     return "".join([*shown, *([f"{cure}\n"] if cure else [])])
 
 
 def _place(error: BaseException) -> str:
     """`file:line` of the innermost frame in the first file of the user's; "" if there is none."""
-    return innermost([(frame.filename, frame.lineno) for frame in _frames(error)])
-
-
-def _frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """The traceback from the first frame outside distflow, or the whole one if there is none."""
-    theirs = error.__traceback__
-    while theirs is not None and _is_ours(theirs):
-        theirs = theirs.tb_next
-    return without_import(traceback.extract_tb(theirs or error.__traceback__))
-
-
-def _is_ours(frame: TracebackType) -> bool:
-    scope = frame.tb_frame.f_globals
-    return "__name__" in scope and str(scope["__name__"]).startswith("distflow.")
+    return innermost([(frame.filename, frame.lineno) for frame in frames_of(error)])

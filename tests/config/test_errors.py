@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 
@@ -46,6 +47,29 @@ def test_a_wrong_type(tmp_path: Path) -> None:
     path = mine(tmp_path, BASE + "run: {seed: many}\n")
     with pytest.raises(RecipeError, match=r"mine\.yaml:2: run\.seed — expected a whole number, got 'many'"):
         load_recipe(path)
+
+
+@pytest.mark.parametrize(
+    ("first", "removed"),
+    [
+        ("layout.pools.rollout.engine=fake", "layout.pools.rollout.engine_options"),
+        ("layout.pools.rollout.engine=fake", "layout.pools.rollout.engine_options.graphs"),
+        ("flow.steps.reward.call=distflow.workers.shaping:overlong", "flow.steps.reward.with.function"),
+        ("models.policy.path=/tmp/none", "models.policy.init"),
+    ],
+)
+def test_what_naming_another_function_removes_already_may_be_removed(tmp_path: Path, first: str, removed: str) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("defaults: [quickstart, _self_]\nlayout: {pools: {rollout: {engine_options: {graphs: false}}}}\n")
+    for overrides in ([first, f"~{removed}"], [f"~{removed}", first]):
+        with contextlib.suppress(RecipeError):
+            load_recipe(str(file), overrides)
+            continue
+        with pytest.raises(RecipeError) as caught:
+            load_recipe(str(file), overrides)
+        assert "cannot be removed" not in str(caught.value)
+    with pytest.raises(RecipeError, match="cannot be removed: there is no such key"):
+        load_recipe(str(file), [first, f"~{removed}x"])
 
 
 @pytest.mark.parametrize(
@@ -136,7 +160,11 @@ def test_one_mistake(override: str, message: str) -> None:
         ("report_to=wandb", "report_to — unknown key — did you mean run.trackers.wandb=true?"),
         ("logger=[console,trackio]", "logger — unknown key — did you mean run.trackers.trackio=true?"),
         ("trainer.logger=[wandb,mlflow]", "did you mean run.trackers.wandb=true and run.trackers.mlflow=true?"),
-        ("report_to=none", "did you mean run.trackers.NAME=true, NAME being wandb, tensorboard"),
+        ("report_to=all", "did you mean run.trackers.NAME=true, NAME being wandb, tensorboard"),
+        ("report_to=none", "report_to — unknown key — leave it out: nothing is sent to a tracker unless"),
+        ("report_to=null", "report_to — unknown key — leave it out: nothing is sent to a tracker unless"),
+        ("report_to=[]", "report_to — unknown key — leave it out: nothing is sent to a tracker unless"),
+        ("trainer.logger=[console]", "leave it out: nothing is sent to a tracker unless run.trackers names one"),
         (
             "use_vllm=true",
             "did you mean layout.pools.rollout.engine=vllm, or with layout=colocated layout.pools.wor",
