@@ -53,7 +53,8 @@ NOT_HERE: Mapping[str, str] = {
 }
 """Options of the command that start no run to hold in hand."""
 ARGUMENTS: Mapping[str, str] = {
-    "flow.steps.reward.with.function": "reward=…: a function, its name, or several",
+    "flow.steps.reward.with.function.NAME.weight": 'reward={NAME: {"function": …, "weight": 0.5}, …}',
+    "flow.steps.reward.with.function": 'reward=…: a function, its name, or several: {NAME: {"function": …}, …}',
     "val.data.source": 'val={"data": {"source": …}}: a file, or hub:ID',
     "data.source": "data=…: a file, hub:ID, or rows",
     "models.policy.path": "model=…: a folder, a hub's id, or a shipped one",
@@ -128,8 +129,9 @@ def launch(
     """Start a run as `distflow launch RECIPE KEY=VALUE …` does, and return it once its workers run, or it is over.
 
     In place of a recipe there may be a `model` (a folder, a hub's id, or a shipped one) and `data` (a file, `hub:ID`,
-    or rows), with a `reward` (a function, several as a list or by name, or the name of a shipped one) and a `flow`
-    (`grpo` unless given). Sections of the recipe are keywords then, as mappings: `batch={"prompts": 8}`.
+    or rows), with a `reward` (a function, several as a list or by name, by name with weights as in a recipe, or the
+    name of a shipped one) and a `flow` (`grpo` unless given). Sections of the recipe are keywords then, as mappings:
+    `batch={"prompts": 8}`.
 
     `options`: the long options of the command with underscores, such as `run="name"`, `runs_dir="runs"`, `resume=True`,
     `hosts="hosts.txt"`. With `resume`, `recipe` may be None, and a call with `model` and `data` must be the run's own.

@@ -12,6 +12,7 @@ import inspect
 import itertools
 import json
 import linecache
+import os
 import shutil
 import symtable
 import sys
@@ -60,7 +61,8 @@ def write_recipe(
 ) -> Path:
     """Write a recipe, and the rows and functions that have no file yet, into a folder; returns its path.
 
-    `reward`: a function; the name of a shipped one or a place such as `./file.py:name`; several, as a list or by name.
+    `reward`: a function; the name of a shipped one or a place such as `./file.py:name`; several, as a list or by name,
+    by name also as a recipe has them: `{NAME: {"function": …, "weight": …}}`.
     `settings`: sections of the recipe, as mappings. Relative files are of the current folder.
     `caller`: what launches. Raises UserError.
     """
@@ -82,7 +84,8 @@ def write_recipe(
         (folder / ROWS).write_text("".join(_lines(data)), encoding="utf-8")
     functions.write()
     # As on a command line, where what is relative is so to the current folder.
-    values = absolute_paths(_merged(sections, settings), lambda key: Path.cwd(), Path.cwd())
+    plain = {key: _plain(value, key) for key, value in _merged(sections, settings).items()}
+    values = absolute_paths(plain, lambda key: Path.cwd(), Path.cwd())
     text = yaml_text({"defaults": [*defaults, "_self_"], **values})
     (folder / RECIPE).write_text(text, encoding="utf-8")
     return folder / RECIPE
@@ -127,6 +130,21 @@ def _lines(rows: Iterable[Mapping[str, Any]]) -> Iterable[str]:
             raise UserError(f"data: row {number} cannot be written as JSON: {error}") from error
 
 
+def _plain(value: Any, key: str) -> Any:
+    """Return a value as a recipe has it: numbers of numpy and torch as numbers, paths as text; raises UserError."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(below, f"{key}.{name}") for name, below in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(below, f"{key}.{number}") for number, below in enumerate(value)]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    with suppress(AttributeError, TypeError, ValueError, RuntimeError):  # of an array with several numbers
+        value = value.item()
+    if isinstance(value, str | bool | int | float | NoneType):
+        return value
+    raise UserError(f"launch: {key} is {type(value).__name__}; a recipe has text, numbers, lists and mappings of these")
+
+
 def _merged(sections: dict[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
     """Put settings over sections, mapping by mapping."""
     for key, value in settings.items():
@@ -141,7 +159,7 @@ def _rewards(reward: object, functions: Functions, written: ast.expr | None) -> 
     if isinstance(reward, Mapping):
         keys = [one.value if isinstance(one, ast.Constant) else None for one in _keys(written)]
         by_key = dict(zip(keys, written.values, strict=True)) if isinstance(written, ast.Dict) else {}
-        return {str(key): {"function": functions.place_of(one, by_key.get(key))} for key, one in reward.items()}
+        return {str(key): _named_reward(one, functions, by_key.get(key)) for key, one in reward.items()}
     if isinstance(reward, list | tuple):
         items = written.elts if isinstance(written, ast.List | ast.Tuple) else []
         exact = len(items) == len(reward) and not any(isinstance(one, ast.Starred) for one in items)
@@ -154,6 +172,28 @@ def _rewards(reward: object, functions: Functions, written: ast.expr | None) -> 
             found[key] = {"function": functions.place_of(one, items[number] if exact else None)}
         return found
     return functions.place_of(reward, written)
+
+
+def _named_reward(given: object, functions: Functions, written: ast.expr | None) -> dict[Any, Any]:
+    """Return one of several rewards by name: a function, or as in a recipe a mapping with it, its weight and settings.
+
+    What is wrong with the weight and the settings is told by whoever reads the recipe.
+    """
+    if not isinstance(given, Mapping):
+        return {"function": functions.place_of(given, written)}
+    match functions.written.value_of(written):
+        case ast.Dict(keys=keys, values=values):
+            by_key = {
+                key.value: value for key, value in zip(keys, values, strict=True) if isinstance(key, ast.Constant)
+            }
+        case ast.Call(func=ast.Name(id="dict"), keywords=keywords):
+            by_key = {one.arg: one.value for one in keywords}
+        case _:
+            by_key = {}
+    if "function" not in given:
+        return dict(given)
+    place = functions.place_of(given["function"], by_key.get("function"))
+    return {**given, "function": place}
 
 
 def _keys(written: ast.expr | None) -> list[ast.expr | None]:

@@ -221,6 +221,8 @@ def _problems_of(errors: Sequence[ErrorDetails], where: Where) -> Iterator[Probl
 
 def _is_typo(key: KeyPath, given: object) -> bool:
     """Whether an unknown key is like one that there is, and what it is given like that one's values."""
+    if len(key) == 1 and not isinstance(given, Mapping) and meant(key[0], given):
+        return False  # an argument of another tool, however like a section its name is
     near = nearest(key[-1], _keys_of(key[:-1], Recipe))
     known = [] if near is None else _keys_of((*key[:-1], near), Recipe)
     return near is not None and (not known or not isinstance(given, Mapping) or any(name in known for name in given))

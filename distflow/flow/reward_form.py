@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from distflow.errors import PluginError, did_you_mean
+from distflow.errors import PluginError, did_you_mean, nearest
 from distflow.flow.resolve import Source, Value, check_call, find_named
 
 Form = Literal["sample", "lists", "score"]
@@ -30,6 +30,8 @@ FURTHER = ("trainer_state", "log_extra", "log_metric")
 SOLUTION = "solution_str"
 SCORE = ("data_source", SOLUTION, "ground_truth", "extra_info")
 """What functions of the form score get."""
+OWN_KEYS = ("function", "weight")
+"""Keys of one of several functions by name that are no settings of it."""
 _BATCHED = "solution_strs"
 _ANSWERS = ("answer", "ground_truth", "gold_answers")
 """Names and keys by which functions reach the gold answer."""
@@ -138,7 +140,11 @@ def form_complaint(found: Signature, own: Mapping[str, Any]) -> tuple[str, str, 
     only = [name for name in found.positional if name not in found.keywords]
     if only:
         return "", f"it takes {', '.join(only)} by position alone", "it is called by keyword: remove the / behind them"
-    unknown = [name for name in own if name not in found.keywords and not found.collects]
+    others = [name for name in own if name not in found.keywords]
+    mistyped = [name for name in others if nearest(name, OWN_KEYS, cutoff=0.8) is not None]
+    if mistyped:  # also where a function takes any keyword
+        return mistyped[0], "unknown setting", did_you_mean(mistyped[0], (*OWN_KEYS, *found.keywords))
+    unknown = [] if found.collects else others
     if unknown:
         return unknown[0], "unknown setting", did_you_mean(unknown[0], found.keywords)
     missing = [name for name in found.required if name not in (*SCORE, *own)] if found.form == "score" else []

@@ -14,7 +14,7 @@ from distflow.config.other_tools import meant
 from distflow.config.paths import shipped_steps
 from distflow.errors import PluginError, Problem, RecipeError, did_you_mean
 from distflow.flow.resolve import Source, find_named, find_source
-from distflow.flow.reward_form import REWARD, find_signature, form_complaint
+from distflow.flow.reward_form import OWN_KEYS, REWARD, find_signature, form_complaint
 from distflow.flow.step import within
 from distflow.flow.step_declaration import (
     COMPUTED,
@@ -245,7 +245,7 @@ def functions_of(value: object) -> dict[str, tuple[str, tuple[str, ...]]]:
         return {"": (value, ())} if is_plugin(value) else {}
     given = value.items() if isinstance(value, Mapping) else ()
     named = {name: part for name, part in given if _names_function(part) and is_plugin(part["function"])}
-    own = {name: tuple(key for key in part if key not in ("function", "weight")) for name, part in named.items()}
+    own = {name: tuple(key for key in part if key not in OWN_KEYS) for name, part in named.items()}
     return {f".{name}.function": (part["function"], own[name]) for name, part in named.items()}
 
 

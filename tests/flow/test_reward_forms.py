@@ -69,6 +69,8 @@ def test_they_are_known_by_their_source(planned: Callable[..., object], function
             "{a: {function: 'r.py:closed', scael: 1.0}}",
             "function.a.scael — r.py:7: unknown setting — allowed:",
         ),
+        ("{a: {function: 'r.py:trl', weigth: 0.5}}", "a.weigth — r.py:6: unknown setting — did you mean 'weight'?"),
+        ("{a: {function: 'r.py:judge', funtion: math}}", "unknown setting — did you mean 'function'?"),
         ("r.py:two", "'two' has the wrong signature (one, other) — expected def two(sample)"),
         ("r.py:missing", "defines no 'missing' at its top level"),
     ],

@@ -122,6 +122,14 @@ def test_all_problems_of_a_recipe_are_raised_at_once(tmp_path: Path) -> None:
             r'launch: batch — a recipe is given — its keys are overrides, as \["batch.KEY=VALUE"\]',
         ),
         ({"training_steps": 2}, r'did you mean run.training_steps\? overrides=\["KEY=VALUE"\]'),
+        (
+            {"reward_weights": [1.0]},
+            r'reward_weights — unknown keyword — reward=\{NAME: \{"function": …, "weight": 0.5\}, …\}',
+        ),
+        (
+            {"reward_funcs": ["math"]},
+            "reward_funcs — unknown keyword — reward=…: a function, its name, or several: {NAME",
+        ),
         ({"detach": True}, "detach — a run from Python always goes on by itself"),
         ({"dry_run": True}, "dry_run — .*distflow plan"),
         ({"resume": "yes"}, "--resume — expected True or False, got 'yes'"),

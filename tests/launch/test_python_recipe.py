@@ -147,6 +147,46 @@ def test_what_a_script_makes_is_made_anew_by_its_source(
     assert resolve(place)(["2"]) == expected
 
 
+WEIGHED = """
+import numpy as np
+def first(completions, **kwargs): return [1.0 for _ in completions]
+half = {"function": lambda completions, **kwargs: [2.0 for _ in completions], "weight": np.float32(0.5)}
+"""
+
+
+def test_rewards_by_name_have_weights_and_settings_as_in_a_recipe(notebook: Notebook, tmp_path: Path) -> None:
+    notebook.main.write, notebook.main.sys = write_recipe, sys
+    notebook.main.folder, notebook.main.rows = tmp_path, ROWS
+    notebook.run(WEIGHED)
+    notebook.run(
+        "file = write(folder, model='tiny', data=rows, flow=None, settings={'batch': {'prompts': np.int64(4)}},\n"
+        "  caller=sys._getframe(), reward={'a': {'function': first, 'scale': 2}, 'half': half, 'c': first,\n"
+        "  'd': dict(weight=0, function=lambda completions, **kwargs: [3.0 for _ in completions]),\n"
+        "  'math': {'weight': 2}})"
+    )
+    written = yaml.safe_load(notebook.file.read_text())
+    given = written["flow"]["steps"]["reward"]["with"]["function"]
+    rewards = {name: resolve(one.pop("function"))(["7"]) for name, one in given.items() if name != "math"}
+    assert rewards == {"a": [1.0], "half": [2.0], "c": [1.0], "d": [3.0]}
+    assert given == {"a": {"scale": 2}, "half": {"weight": 0.5}, "c": {}, "d": {"weight": 0}, "math": {"weight": 2}}
+    assert written["batch"]["prompts"] == 4
+
+
+def test_what_is_no_value_of_a_recipe_is_refused_by_its_key(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"batch": {"prompts": 8}, "run": {"trackers": [{"a": object()}]}}
+    with pytest.raises(UserError, match=r"launch: run\.trackers\.0\.a is object; a recipe has text, numbers"):
+        write_recipe(tmp_path, model="tiny", data=ROWS, reward=None, flow=None, settings=settings)
+    with pytest.raises(UserError, match=r"launch: flow\.steps\.reward\.with\.function\.a\.weight is function"):
+        write_recipe(
+            tmp_path,
+            model="tiny",
+            data=ROWS,
+            reward={"a": {"function": "math", "weight": places}},
+            flow=None,
+            settings={},
+        )
+
+
 def test_objects_of_one_class_are_told_apart(notebook: Notebook, tmp_path: Path) -> None:
     notebook.main.places, notebook.main.folder = places, tmp_path
     notebook.run(CELLS)
