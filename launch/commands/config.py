@@ -96,7 +96,7 @@ def validate(recipe: str, overrides: tuple[str, ...], deep: bool, elsewhere: boo
     from distflow.flow.model_fit import position_problems
     from distflow.flow.plan_text import notes_of
     from distflow.flow.recipe_check import check_imports, plan_recipe
-    from distflow.launch.deploy.host_checks import capacity_for, problems_here
+    from distflow.launch.deploy.host_checks import capacity_for, problems_here, slow_here
     from distflow.launch.deploy.placement import placement_lines
 
     loaded, plan = plan_recipe(recipe, overrides, need_files=hosts is None)
@@ -127,7 +127,8 @@ def validate(recipe: str, overrides: tuple[str, ...], deep: bool, elsewhere: boo
     # Where the recipe is for other machines, their number is not known.
     for note in plan.notes if elsewhere else notes_of(plan, ONE_HOST if placement is None else placement.where):
         click.echo(note if note in plan.warnings else f"note: {note}")
-    for warning in memory_warnings(plan, seen):
+    slow = slow_here(plan) if hosts is None and not elsewhere else ()
+    for warning in (*memory_warnings(plan, seen), *slow):
         click.echo(f"warning: {warning}")
     return 0
 

@@ -131,6 +131,10 @@ def facts_here(run_dir: Path, needs: Needs) -> HostFacts:
     return facts_from(describe(str(run_dir.absolute()), nonce="", paths=needs.paths, **needs.question()))
 
 
+_BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16"})
+"""Instructions of x86 processors, of which PyTorch's products of matrices need one."""
+
+
 def capacity() -> Capacity:
     """Memory of this machine and of its GPUs, where known."""
     return Capacity(memory()["total"], tuple(gpu["memory"] for gpu in gpus() if gpu["memory"]))
@@ -145,6 +149,28 @@ def capacity_for(plan: Plan, hosts: Sequence[Host], gpu_gib: float | None = None
     seen = capacity() if given is None else with_gpus(plan, capacity(), given)
     # Workers of several hosts do not share this one's memory.
     return replace(seen, host=None) if hosts else seen
+
+
+def slow_here(plan: Plan) -> Iterator[str]:
+    """Yield what this machine would compute many times slower than it need."""
+    devices = {worker.device for worker in plan.workers}
+    on_cpu = "cpu" in devices or ("auto" in devices and not gpus())
+    half = [name for name, model in plan.recipe.models.items() if model.dtype == "bfloat16"]
+    if on_cpu and half and not _BFLOAT16 & _instructions():
+        keys = " ".join(f"models.{name}.dtype=float32" for name in half)
+        yield (
+            "bfloat16 takes this processor 10 to 30 times as long as float32: it has none of the instructions "
+            f"{', '.join(sorted(_BFLOAT16))} — on a CPU write {keys}"
+        )
+
+
+def _instructions() -> frozenset[str]:
+    """Return the flags of this machine's processor; all that are looked for where they cannot be told."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return _BFLOAT16
+    return frozenset(word for line in lines if line.startswith("flags") for word in line.split()) or _BFLOAT16
 
 
 def needs_of_workers(plan: Plan, names: Collection[str] | None = None) -> Needs:

@@ -35,7 +35,7 @@ from distflow.launch.deploy.folder_contents import (
     unwritable,
     write_all,
 )
-from distflow.launch.deploy.host_checks import absent_models, capacity, problems_here, space_problems
+from distflow.launch.deploy.host_checks import absent_models, capacity, problems_here, slow_here, space_problems
 from distflow.launch.deploy.hostfile import Host
 from distflow.launch.deploy.job_environment import (
     JobRefused,
@@ -294,7 +294,7 @@ def begin(run_dir: Path, loaded: LoadedRecipe, plan: Plan, *, resume: bool, here
     `here`: the workers will run on this machine. Shows the plan's warnings. Raises UserError if the checkpoint cannot
     be used with the recipe.
     """
-    fit = memory_warnings(plan, capacity()) if here else ()
+    fit = (*memory_warnings(plan, capacity()), *slow_here(plan)) if here else ()
     for warning in (*plan.warnings, *(f"warning: {text}" for text in fit)):
         click.echo(warning)
     if not resume:

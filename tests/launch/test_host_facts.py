@@ -17,7 +17,7 @@ from distflow.flow.memory_fit import GIB
 from distflow.flow.recipe_check import plan_recipe
 from distflow.launch.agent import host_facts
 from distflow.launch.agent.host_facts import ask_python, gpus, memory
-from distflow.launch.deploy.host_checks import Needs, capacity, facts_here, space_problems
+from distflow.launch.deploy.host_checks import Needs, capacity, facts_here, slow_here, space_problems
 from distflow.launch.deploy.placement import needs_here
 
 
@@ -46,6 +46,20 @@ def test_what_the_checkpoints_of_a_run_take_here(tmp_path: Path) -> None:
         folder.mkdir(parents=True)
         (folder / "part").write_bytes(bytes(size))
     assert facts_here(tmp_path, Needs()).checkpoints == 1010
+
+
+def test_a_processor_without_bfloat16_is_told() -> None:
+    """On a CPU alone: what is computed on GPUs is no affair of this processor's."""
+    flags = set(Path("/proc/cpuinfo").read_text().split())
+    slow = not flags & {"avx512_bf16", "amx_bf16"}
+
+    def told(*overrides: str) -> list[str]:
+        return [*slow_here(plan_recipe("quickstart", ["layout.pools.trainer.device=cpu", *overrides])[1])]
+
+    assert told() == []
+    assert bool(told("models.policy.dtype=bfloat16")) == slow
+    on_gpus = [f"layout.pools.{pool}.device=cuda" for pool in ("trainer", "rollout")]
+    assert told("models.policy.dtype=bfloat16", *on_gpus) == []
 
 
 def test_a_container_may_have_less_memory_than_the_machine(tmp_path: Path) -> None:
