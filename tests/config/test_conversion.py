@@ -88,7 +88,7 @@ def test_every_key_of_verls_overrides_is_accounted_for(converted: Any, tmp_path:
     assert steps["sample"].with_["max_new_tokens"] == 1024
     assert steps["reward"].with_["function"]["score"]["strict"] is True
     assert (recipe.layout.pools["worker"].count, recipe.run.trackers) == (2, {"tensorboard": True})
-    assert yaml.safe_load(text)["data"]["source"] == "${oc.env:HOME}/train.parquet"
+    assert yaml.safe_load(text)["data"]["source"] == f"{tmp_path}/train.parquet"
 
 
 @pytest.mark.parametrize(("nodes", "prompts", "ledgers"), [(1, 64, 8), (2, 64, 16), (3, 96, 24), (2, 16, 16)])
@@ -247,7 +247,7 @@ def test_sources_are_named_by_what_tells_their_files_apart(converted: Any) -> No
         ("algorithm.adv_estimator=grpo\nalgorithm.filter_groups.enable=true", "dapo", ""),
         ("algorithm.adv_estimator=grpo\nactor_rollout_ref.actor.policy_loss.loss_mode=gspo", "gspo", ""),
         ("algorithm.adv_estimator=grpo_passk", "grpo", "grpo_passk: an advantage of your own"),
-        ("algorithm.adv_estimator=grpo\ndata.train_batch_size=${SIZE}", "grpo", "${oc.env:SIZE} is no number: 1024"),
+        ("algorithm.adv_estimator=grpo\ndata.train_batch_size=${SIZE}", "grpo", "line 2: SIZE has no value"),
     ],
 )
 def test_verls_estimators_are_flows(converted: Any, tmp_path: Path, given: str, flow: str, lacks: str) -> None:
@@ -256,6 +256,76 @@ def test_verls_estimators_are_flows(converted: Any, tmp_path: Path, given: str, 
     assert [one.text.startswith(lacks) for one in found.accounts if one.kind == "lacks"] == [True] * bool(lacks)
     (tmp_path / "x.jsonl").write_text('{"prompt": "1="}\n')
     planned(tmp_path, text)
+
+
+SHELL = """
+A=$((1024 * 2)); HALF=$(( (A + 2) / 3 ))
+BASE=${BASE_OF_NOBODY:-"${HOME}/verl"}
+MODEL=${MODEL_OF_NOBODY:-"${BASE}/models/${NAME_OF_NOBODY:=Qwen}"}
+if [ -n "$FAST" ]; then TEMPERATURE=0.5; fi
+more="data.train_batch_size=64
+  actor_rollout_ref.rollout.n=4"
+more+=" trainer.total_training_steps=$((2**5 - 1))"
+ARGS=(
+  data.train_files="/d/two words.parquet"  # not two
+  actor_rollout_ref.actor.optim.lr=1e-6
+)
+ARGS+=(trainer.experiment_name=${NAME_OF_NOBODY##*w})
+python3 -m verl.trainer.main_ppo data.max_prompt_length=$A data.max_response_length=$((1024*8)) 2>&1 \
+    data.shuffle=False actor_rollout_ref.model.path="$MODEL"/it actor_rollout_ref.rollout.top_p='0.7' \
+    actor_rollout_ref.rollout.max_model_len=${HALF} actor_rollout_ref.rollout.name=vllm \
+    actor_rollout_ref.rollout.temperature=$TEMPERATURE data.prompt_key="q#$((7 / 2))" $more "${ARGS[@]}" "$@"
+"""
+
+
+def test_the_shell_of_a_script_is_read_as_the_shell_would(converted: Any, tmp_path: Path) -> None:
+    found, text = converted("run.sh", SHELL)
+    recipe, sample = yaml.safe_load(text), yaml.safe_load(text)["flow"]["steps"]["sample"]["with"]
+    data = {"source": "/d/two words.parquet", "max_prompt_tokens": 2048, "shuffle": False, "fields": {"prompt": "q#3"}}
+    assert recipe["data"] == data
+    assert sample == {"max_new_tokens": 8192, "temperature": 0.5, "top_p": 0.7}
+    assert recipe["models"]["policy"]["path"] == f"{tmp_path}/verl/models/Qwen/it"
+    assert (recipe["batch"]["prompts"], recipe["batch"]["samples_per_prompt"]) == (64, 4)
+    assert (recipe["run"]["training_steps"], recipe["run"]["name"]) == (31, "en")
+    assert recipe["layout"]["pools"]["rollout"]["engine_options"]["max_model_len"] == 683
+    assert not [one for one in found.accounts if one.kind == "lacks"]
+
+
+@pytest.mark.parametrize(
+    ("script", "line", "unknown"),
+    [
+        ("\nverl data.max_prompt_length=$LONG_OF_NOBODY", 2, "LONG_OF_NOBODY"),
+        ("A=${B_OF_NOBODY}k\nC=${A:-7}\nverl data.max_prompt_length=$C", 3, "B_OF_NOBODY"),
+        ("verl data.max_prompt_length=$(wc -l < file)", 1, "$(wc -l < file)"),
+        ("verl data.max_prompt_length=$((N_OF_NOBODY * 2))", 1, "$(N_OF_NOBODY * 2)"),
+        ("A=1\nif [ $X ]; then\n  A=2\nfi\nverl \\\n data.max_prompt_length=$A", 6, "A"),
+        ("verl data.max_prompt_length=${HOME//a/b}", 1, "HOME"),
+    ],
+)
+def test_what_the_shell_alone_would_know_is_to_do(converted: Any, script: str, line: int, unknown: str) -> None:
+    found, text = converted("run.sh", script + " data.train_files=x.jsonl\n")
+    recipe = text.partition("\n\n#")[0]
+    assert "${" not in "".join(one for one in recipe.splitlines() if not one.startswith("#"))
+    assert "max_prompt_tokens" not in yaml.safe_load(text)["data"]
+    (account,) = [one for one in found.accounts if one.kind == "lacks"]
+    assert account.text.startswith(f"line {line}: {unknown} has no value that the script tells: write what it is")
+
+
+def test_variables_come_from_the_environment_and_files_too(
+    converted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OURS", "9")
+    (tmp_path / "env.sh").write_text("export SIZE=32\n")
+    words = (
+        "data.train_batch_size=$SIZE actor_rollout_ref.rollout.n=${OURS:-4} trainer.nnodes='${data.train_batch_size}'"
+    )
+    found, text = converted("run.sh", f'source ./env.sh\npython -m verl.trainer.main_ppo {words} "${{EXTRA_X[@]}}"\n')
+    recipe = yaml.safe_load(text)
+    assert (recipe["batch"]["prompts"], recipe["batch"]["samples_per_prompt"]) == (32, 9)
+    assert {one.key: one.value for one in found.accounts}["trainer.nnodes"] == 32
+    (account,) = [one for one in found.accounts if one.kind == "lacks"]
+    assert account.text.startswith("line 2: EXTRA_X has no value")
+    assert account.text.endswith("overrides may be among it")
 
 
 def test_what_is_no_configuration_is_told(converted: Any, tmp_path: Path) -> None:
