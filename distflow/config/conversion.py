@@ -32,6 +32,7 @@ TITLES: Mapping[Kind, str] = {
 }
 _TABLES: Mapping[str, Mapping[str, Meaning]] = {"TRL": TRL, "verl": VERL}
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {"TRL": TRL_DEFAULTS, "verl": VERL_DEFAULTS}
+_UNLISTED = "not in the dictionary"
 _STEPS = 100
 """What a recipe gets where the other tool does not say how long it trains."""
 _LEDGERS = "order books of the data (default 8): they divide the prompts, and there is one for each training worker"
@@ -67,7 +68,7 @@ def convert(foreign: Foreign) -> Converted:
     """Make a recipe of another tool's configuration; every key of it is accounted for."""
     values = dict(foreign.given)
     known = {key: one for key, one in values.items() if not isinstance(one, Expression) and key not in foreign.unread}
-    together = of_trl(foreign, known) if foreign.tool == "TRL" else of_verl(known)
+    together = of_trl(foreign, known) if foreign.tool == "TRL" else of_verl(known, foreign.file.stem)
     accounts, made = [], dict(together.made)
     for key, value in values.items():
         account, keys = _account(foreign, key, value, together)
@@ -114,7 +115,7 @@ def _account(foreign: Foreign, key: str, value: Any, together: Together) -> tupl
         return told, {}
     if meaning is None:
         word = re.split(r"[.@/]", key)[-1]
-        return Account(key, value, "lacks", meant(word) or "not in the dictionary"), {}
+        return Account(key, value, "lacks", meant(word) or _UNLISTED), {}
     if not meaning.to and meaning.make is None:
         return Account(key, value, "lacks" if meaning.text.startswith("not built") else "says", meaning.text), {}
     if key in together.told if isinstance(value, Expression) else meaning.together:
@@ -190,6 +191,8 @@ def _fit(made: dict[str, Any], together: Together) -> None:
     trainers = max(made.get(f"layout.pools.{pool}.count", 1) for pool in ("worker", "trainer"))
     enough = range(max(gcd(8, prompts), trainers), prompts)
     made["batch.ledgers"] = next((ledgers for ledgers in enough if not prompts % ledgers), prompts)
+    if "batch.max_refills" in made:
+        made["batch.max_refills"] = -(-made["batch.max_refills"] // made["batch.ledgers"])
 
 
 def _fit_data(made: dict[str, Any], together: Together) -> None:
@@ -230,7 +233,7 @@ def written(foreign: Foreign, found: Converted) -> str:
     """The recipe as YAML, with an account of every key in comments."""
     counts = {kind: sum(one.kind == kind for one in found.accounts) for kind in TITLES}
     lines = [f"# From {foreign.file.name} ({foreign.tool}), {len(found.accounts)} keys: " + _counted(counts)]
-    lines += [f"# To do: {text}" for text in found.assumed]
+    lines += [f"# To do: {text}" for text in (*found.assumed, *_undone(foreign, found))]
     body = _noted(yaml_text(found.recipe).rstrip(), found.notes)
     parts = {title: [one for one in found.accounts if one.kind == kind] for kind, title in TITLES.items()}
     parts[f"defaults of {foreign.tool} that differ from those here, and are written"] = [*found.defaults]
@@ -238,6 +241,16 @@ def written(foreign: Foreign, found: Converted) -> str:
         lines_of = [f"#   {one.key}={_shown(one.value)} — {one.text}" for one in accounts]
         body += "\n\n" + "\n".join([f"# {title} ({len(accounts)}):", *lines_of]) if accounts else ""
     return "\n".join(lines) + f"\n{body}\n"
+
+
+def _undone(foreign: Foreign, found: Converted) -> Iterator[str]:
+    """Yield what does not map and is to be decided; of keys that are not known together."""
+    unknown = [one.key for one in found.accounts if one.kind == "lacks" and one.text == _UNLISTED]
+    for one in found.accounts:
+        if foreign.tool == "verl" and one.kind == "lacks" and one.text != _UNLISTED:
+            yield f"{one.key}={_shown(one.value)}: {one.text}"
+    if foreign.tool == "verl" and unknown:
+        yield f"see whether these change the training, which are not known here: {', '.join(unknown)}"
 
 
 _KEY = re.compile(r"^( *)([\w.@-]+):")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import json
 import re
-import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import yaml
 
 from distflow.config.script import Expression, read_script, value_of
+from distflow.config.shell import commands_of, unknown_in
 from distflow.config.trl_keys import TRL
 from distflow.errors import UserError
 
@@ -92,10 +92,7 @@ def read_foreign(file: Path) -> Foreign:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{file}: cannot be read: {error} — give a TRL script, or verl's overrides") from error
-    if file.suffix == ".py":
-        found = _script(file, text)
-    else:
-        found = _options(file, text) or Foreign("verl", dict(_overrides(text)), file)
+    found = _script(file, text) if file.suffix == ".py" else _options(file, text) or _overrides(file, text)
     if not found.given:
         for name, flow in _OTHER_TRAINERS.items():
             if re.search(rf"\b{name}(Config|Trainer)\b|\btrl {name.lower()}\b", text):
@@ -134,40 +131,45 @@ def _is_parsed(value: Any) -> bool:
 
 
 _OVERRIDE = re.compile(r"^[+~]{0,2}([A-Za-z_]\w*(?:[.@/][\w@/]+)+)=(.*)$", re.S)
-_VARIABLE = re.compile(r"^(?:export\s+)?([A-Za-z_]\w*)=(.*)$", re.S)
-_USE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?-([^}]*))?\})")
 
 
-def _commands(text: str) -> Iterator[list[str]]:
-    """Yield the words of each line of a shell script, with the variables that the script itself gives."""
-    variables: dict[str, str] = {}
-
-    def filled(value: str) -> str:
-        def use(found: re.Match[str]) -> str:
-            name = found[1] or found[2]
-            return variables.get(name, found[3] if found[3] is not None else f"${{oc.env:{name}}}")
-
-        return _USE.sub(use, value)
-
-    for line in text.replace("\\\n", " ").splitlines():
-        try:
-            words = shlex.split(line, comments=True)
-        except ValueError:
-            words = line.split()
-        full = []
-        for word in map(filled, words):
-            full.append(word)
-            if (variable := _VARIABLE.match(word)) is not None:
-                variables[variable[1]] = variable[2]
-        yield full
+def _commands(file: Path, text: str) -> Iterator[list[str]]:
+    """Yield the words of each command of a shell script."""
+    for command in commands_of(text, file.parent):
+        yield [_ENVIRONMENT.sub(r"${oc.env:\1}", word) for word in command.words]
 
 
-def _overrides(text: str) -> Iterator[tuple[str, Any]]:
-    """Yield the keys and values of verl's overrides."""
-    for words in _commands(text):
-        for override in map(_OVERRIDE.match, words):
-            if override is not None:
-                yield override[1], _plain(override[2])
+_SAME = re.compile(r"\$\{([\w.]+\.\w+)\}")
+"""What has the value of another key."""
+_ENVIRONMENT = re.compile(r"\$\{(\w+)\}")
+
+
+def _overrides(file: Path, text: str) -> Foreign:
+    """Read verl's overrides."""
+    given, unread = dict[str, Any](), dict[str, str]()
+    for command in commands_of(text, file.parent):
+        runs = any(word.startswith("verl.") or "main_" in word for word in command.words)
+        for word, line in zip(command.words, command.lines, strict=True):
+            if (override := _OVERRIDE.match(word)) is not None:
+                key, value = override[1], override[2]
+                unread.pop(key, None)
+                given[key] = _plain(value)
+                if (same := _SAME.fullmatch(value)) is not None and same[1] in given:
+                    given[key] = given[same[1]]
+                elif unknown := unknown_in(value):
+                    given[key], unread[key] = Expression(value), _ungiven(unknown, line, file)
+            elif runs and word.startswith("$"):
+                given[word] = Expression("…")
+                unread[word] = f"{_ungiven(unknown_in(word), line, file)}; overrides may be among it"
+    return Foreign("verl", given, file, unread=unread)
+
+
+def _ungiven(unknown: list[str], line: int, file: Path) -> str:
+    """Say what is to be done about variables and commands without a value."""
+    named = [name for name in unknown if not name.startswith("$")]
+    cure = f", or convert with it: {' '.join(f'{name}=…' for name in named)} distflow convert {file.name}"
+    what = f"line {line}: {', '.join(unknown)} has no value that the script tells"
+    return f"{what}: write what it is{cure if named else ''}"
 
 
 _OF_PARSER = ("config", "env")
@@ -181,7 +183,7 @@ def _options(file: Path, text: str) -> Foreign | None:
     if file.suffix in (".yaml", ".yml"):
         given = _yaml_options(file, text)
         return _as_script(file, given) if given.keys() & TRL.keys() else None
-    for words in _commands(text):
+    for words in _commands(file, text):
         begins = next((n for n in range(len(words)) if _is_grpo(words[: n + 1])), None)
         if begins is not None:
             given = _with_config(file, words[begins + 1 :])

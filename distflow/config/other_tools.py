@@ -210,6 +210,7 @@ _OFFLOADED = Meaning(
     make=_if(_OFF, True),
 )
 _MEMORY = Meaning(text=_NOTHING + "micro-batches are cut by batch.tokens_per_microbatch, and the result is the same")
+_RAY = Meaning(text=_NOTHING + "there is no Ray, and waits have deadlines of their own")
 _OF_VLLM = ("max_num_batched_tokens", "enforce_eager", "enable_prefix_caching")
 _ACTOR, _ROLLOUT, _REF = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.ref."
 VERL: Mapping[str, Meaning] = {
@@ -219,8 +220,14 @@ VERL: Mapping[str, Meaning] = {
     ),
     "algorithm.use_kl_in_reward": Meaning(text=f"false: {_OFF}; true: {_KL_IN_REWARD}"),
     "algorithm.kl_ctrl.kl_coef": Meaning(text=_KL_IN_REWARD),
-    "algorithm.gamma": Meaning(text="flow.steps.gae.with.gamma, of flow=ppo"),
-    "algorithm.lam": Meaning(text="flow.steps.gae.with.lam, of flow=ppo"),
+    **dict.fromkeys(
+        ("algorithm.kl_penalty", "algorithm.kl_ctrl.type", "algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl"),
+        Meaning(text="of algorithm.use_kl_in_reward: flow.steps.token_rewards.with.kl, with a fixed coefficient"),
+    ),
+    "algorithm.filter_groups.max_num_gen_batches": Meaning("batch.max_refills", together=True),
+    "data.gen_batch_size": Meaning("batch.max_refills", "with filter_groups", together=True),
+    "algorithm.gamma": Meaning("flow.steps.gae.with.gamma", "of flow=ppo", together=True),
+    "algorithm.lam": Meaning("flow.steps.gae.with.lam", "of flow=ppo", together=True),
     **dict.fromkeys(
         ("algorithm.rollout_correction.rollout_is", "algorithm.rollout_correction.rollout_is_threshold"),
         Meaning("flow.steps.update.with.tis", "sequence: correction.sequence_tis; null: null", together=True),
@@ -234,9 +241,9 @@ VERL: Mapping[str, Meaning] = {
     "data.max_prompt_length": Meaning("data.max_prompt_tokens"),
     "data.max_response_length": Meaning("flow.steps.sample.with.max_new_tokens"),
     "data.filter_overlong_prompts": Meaning("data.overlong", make=_if("a longer prompt is an error here", "drop")),
-    "data.truncation": Meaning(text="data.overlong, error (the default) or drop: prompts are never cut"),
+    "data.truncation": Meaning(text="data.overlong, error (the default) or drop: prompts are never cut here"),
     "data.shuffle": Meaning("data.shuffle"),
-    "data.seed": Meaning(text="run.seed, for all that is random"),
+    "data.seed": Meaning("run.seed", "for all that is random"),
     "data.prompt_key": Meaning("data.fields.prompt"),
     "data.reward_fn_key": Meaning(text=_NOTHING + "functions get the column data_source"),
     "data.return_raw_chat": Meaning(text=_ALWAYS + ": messages are written by the model's chat template"),
@@ -274,6 +281,14 @@ VERL: Mapping[str, Meaning] = {
     _ACTOR + "ppo_max_token_len_per_gpu": Meaning("batch.tokens_per_microbatch"),
     **dict.fromkeys(
         (
+            *(
+                f"critic.{name}"
+                for name in (
+                    *("ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu", "use_dynamic_bsz"),
+                    *("forward_micro_batch_size", "forward_micro_batch_size_per_gpu"),
+                    *("ppo_max_token_len_per_gpu", "forward_max_token_len_per_gpu"),
+                )
+            ),
             *(_ACTOR + name for name in ("ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu", "use_dynamic_bsz")),
             *(
                 part + name
@@ -312,7 +327,8 @@ VERL: Mapping[str, Meaning] = {
     **dict.fromkeys(
         (
             *(_REF + name for name in ("strategy", "fsdp_config.param_offload", "fsdp_config.reshard_after_forward")),
-            *(part + "fsdp_config.fsdp_size" for part in (_ACTOR, _REF)),
+            *(part + "fsdp_config.fsdp_size" for part in (_ACTOR, _REF, "critic.model.")),
+            *("critic.fsdp.fsdp_size", "critic.strategy"),
         ),
         _SHARDED,
     ),
@@ -386,6 +402,10 @@ VERL: Mapping[str, Meaning] = {
         ("critic.fsdp.dtype", "critic.model.fsdp_config.dtype"), Meaning("models.critic.dtype", make=_TYPES)
     ),
     "critic.model.enable_gradient_checkpointing": Meaning("models.critic.gradient_checkpointing"),
+    "critic.model.use_remove_padding": Meaning(text=_ALWAYS + " where a backend can"),
+    "critic.grad_clip": Meaning("models.critic.optimizer.max_grad_norm"),
+    "critic.cliprange_value": Meaning("flow.steps.critic_update.with.clip", "of flow=ppo", together=True),
+    **dict.fromkeys(("critic.ppo_epochs", "critic.ppo_mini_batch_size"), Meaning(text="those of the policy")),
     "critic.model.path": Meaning("models.critic.path"),
     "trainer.total_training_steps": Meaning("run.training_steps", make=_positive),
     "trainer.total_epochs": Meaning(text="run.training_steps = rows of the data × passes / batch.prompts"),
@@ -405,6 +425,16 @@ VERL: Mapping[str, Meaning] = {
     "trainer.default_local_dir": _FOLDER,
     "trainer.default_hdfs_dir": Meaning(text="run.copy_to"),
     "trainer.resume_mode": _RESUME,
+    **dict.fromkeys(("trainer.ray_wait_register_center_timeout", "actor_rollout_ref.nccl_timeout"), _RAY),
+    **dict.fromkeys(("ray_kwargs.ray_init.num_cpus", "reward.num_workers", "data.dataloader_num_workers"), _SPEED),
+    **dict.fromkeys(
+        (
+            part + name
+            for part in (_ACTOR + "megatron.", "critic.megatron.", "critic.fsdp.", "critic.model.fsdp_config.")
+            for name in ("param_offload", "optimizer_offload", "grad_offload")
+        ),
+        _OFFLOADED,
+    ),
     "trainer.balance_batch": Meaning(text=_ALWAYS),
     "trainer.log_val_generations": Meaning(text=_NOTHING + "samples are in the run's folder: `distflow rollouts`"),
 }

@@ -8,14 +8,15 @@ from typing import Any
 from distflow.config.foreign import shown
 from distflow.config.other_tools import ESTIMATORS
 from distflow.config.together import REFERENCE, TENSOR_PARALLEL, Default, Together, counts_of, word
+from distflow.config.verl_training import carry
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 _UPDATE = "flow.steps.update.with."
 _KL_REWARD = "algorithm.use_kl_in_reward"
 
 
-def of_verl(given: Mapping[str, Any]) -> Together:
-    """Find what follows from several keys."""
+def of_verl(given: Mapping[str, Any], file_stem: str) -> Together:
+    """Find what follows from several keys. `file_stem`: the name of what is converted."""
     found = Together()
     prompts = found.count(given, "data.train_batch_size", 1024)
     found.made["batch.prompts"] = prompts
@@ -32,6 +33,7 @@ def of_verl(given: Mapping[str, Any]) -> Together:
     _adapter_and_reward(found, given)
     _workers(found, given)
     _corrections(found, given)
+    carry(found, given, file_stem)
     return found
 
 

@@ -17,6 +17,7 @@ from distflow.config.foreign import read_foreign
 from distflow.config.meanings import ALWAYS, NOT_BUILT, NOTHING, Meaning
 from distflow.config.other_tools import VERL, WORDS
 from distflow.config.trl_keys import TRL
+from distflow.errors import UserError
 from distflow.flow.resolve import find_source
 from distflow.flow.step_declaration import read_declaration, read_parameters
 from distflow.workers.backends.backend_options import FsdpBackendOptions
@@ -88,7 +89,7 @@ def test_every_key_of_verls_overrides_is_accounted_for(converted: Any, tmp_path:
     assert steps["sample"].with_["max_new_tokens"] == 1024
     assert steps["reward"].with_["function"]["score"]["strict"] is True
     assert (recipe.layout.pools["worker"].count, recipe.run.trackers) == (2, {"tensorboard": True})
-    assert yaml.safe_load(text)["data"]["source"] == "${oc.env:HOME}/train.parquet"
+    assert yaml.safe_load(text)["data"]["source"] == f"{tmp_path}/train.parquet"
 
 
 @pytest.mark.parametrize(("nodes", "prompts", "ledgers"), [(1, 64, 8), (2, 64, 16), (3, 96, 24), (2, 16, 16)])
@@ -101,6 +102,7 @@ def test_ledgers_suffice_all_training_workers(
     assert (recipe["batch"]["ledgers"], recipe["layout"]["pools"]["worker"]["count"]) == (ledgers, 8 * nodes)
 
 
+SCORES = "def compute_score(data_source, solution_str, ground_truth, extra_info=None): return 0.0\n"
 VERL_BASE = "algorithm.adv_estimator=grpo data.train_files=x.jsonl actor_rollout_ref.model.path=org/model "
 
 
@@ -112,6 +114,7 @@ def of_verl(converted: Any, tmp_path: Path) -> Callable[[str], tuple[Converted, 
         for name in ("x", "y"):
             (tmp_path / f"{name}.jsonl").write_text('{"prompt": "1="}\n')
         long = re.sub(r"(?<!\S)(actor|rollout)\.", r"actor_rollout_ref.\1.", VERL_BASE + words)
+        (tmp_path / "overrides_parts.py").write_text(SCORES)
         found, text = converted("overrides.txt", long.replace(" ", "\n"))
         return found, text, planned(tmp_path, text).recipe
 
@@ -221,6 +224,74 @@ def test_mini_batches_that_do_not_divide_are_told(of_verl: Any, prompts: int, si
     assert (f"{told} into mini-batches of {size}, and" in text) == (parts * size != prompts)
 
 
+def test_what_is_known_is_written(of_verl: Any) -> None:
+    ppo = "algorithm.adv_estimator=gae algorithm.gamma=0.99 algorithm.lam=0.9 data.seed=7 critic.cliprange_value=0.3 "
+    ppo += "actor.optim.lr_warmup_steps_ratio=0.1 critic.optim.lr_warmup_steps_ratio=0.25 trainer.save_freq=5 "
+    ppo += "critic.optim.lr=1e-5 critic.optim.min_lr_ratio=0.5 critic.model.fsdp_config.param_offload=true "
+    found, _, recipe = of_verl(ppo + "trainer.total_training_steps=50 rollout.name=sglang")
+    steps, rates = recipe.flow.steps, {name: one.optimizer for name, one in recipe.models.items()}
+    assert (steps["gae"].with_, steps["critic_update"].with_["clip"]) == ({"gamma": 0.99, "lam": 0.9}, 0.3)
+    assert (rates["policy"].warmup_steps, rates["critic"].warmup_steps, rates["critic"].min_lr) == (5, 12, 5e-6)
+    assert (recipe.run.seed, recipe.run.keep_checkpoints) == (7, 1_000_000)
+    assert recipe.layout.pools["worker"].offload
+    assert not [one for one in found.accounts if one.kind == "lacks"]
+    assert of_verl("trainer.max_actor_ckpt_to_keep=null")[2].run.keep_checkpoints == 1_000_000
+    assert of_verl("trainer.max_actor_ckpt_to_keep=3 trainer.save_freq=5")[2].run.keep_checkpoints == 3
+
+
+@pytest.mark.parametrize(
+    ("above", "extra"), [("reward_model", ""), ("reward", " reward.reward_kwargs.max_resp_len=800")]
+)
+def test_long_responses_are_punished_as_there(of_verl: Any, above: str, extra: str) -> None:
+    words = f"data.max_response_length=800 {above}.reward_kwargs.overlong_buffer_cfg.len=200{extra} "
+    words += f"{above}.reward_kwargs.overlong_buffer_cfg.penalty_factor=0.5 "
+    filtered = "algorithm.filter_groups.enable=true algorithm.filter_groups.max_num_gen_batches=10 "
+    filtered += "data.gen_batch_size=96 data.train_batch_size=64 "
+    on, off = (f"{above}.reward_kwargs.overlong_buffer_cfg.enable={one}" for one in (True, False))
+    for flow in (filtered, ""):
+        found, _, recipe = of_verl(words + flow + on)
+        given = recipe.flow.steps["token_rewards"].with_
+        assert given == {"overlong_share": 0.25, "overlong_factor": 0.5, "max_new_tokens": 800}
+        assert recipe.flow.steps["advantage"].with_["token_rewards"] is True
+        assert not [one for one in found.accounts if one.kind == "lacks"]
+        assert "token_rewards" not in of_verl(words + flow + off)[2].flow.steps
+    recipe = of_verl(filtered)[2]
+    assert "token_rewards" not in recipe.flow.steps
+    assert recipe.flow.steps["filter"].with_["keep_every"] == 0
+    assert recipe.batch.max_refills == (10 * 96 - 64) / recipe.batch.ledgers
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "idle"),
+    [
+        ("data.truncation", "left", "error"),
+        ("data.truncation", "middle", "error"),
+        ("actor_rollout_ref.actor.fsdp_config.fsdp_size", 4, -1),
+        ("critic.model.fsdp_config.fsdp_size", 2, 8),
+        ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size", 4, 1),
+        ("actor_rollout_ref.ref.megatron.pipeline_model_parallel_size", 2, 1),
+        ("actor_rollout_ref.actor.ulysses_sequence_parallel_size", 2, 1),
+        ("actor_rollout_ref.actor.strategy", "megatron", "fsdp2"),
+        ("critic.ppo_epochs", 3, 1),
+        ("critic.ppo_mini_batch_size", 128, 256),
+    ],
+)
+def test_what_cannot_be_carried_over_is_to_do(of_verl: Any, key: str, value: Any, idle: Any) -> None:
+    ppo = "algorithm.adv_estimator=gae actor_rollout_ref.rollout.name=sglang "
+    assert f"# To do: {key}={value}: " in of_verl(f"{ppo}{key}={value}")[1]
+    assert f"# To do: {key}" not in of_verl(f"{ppo}{key}={idle}")[1]
+    assert not [one for one in of_verl(f"{ppo}{key}={idle}")[0].accounts if one.kind == "lacks"]
+
+
+def test_a_reward_that_is_not_known_is_to_be_written(converted: Any, tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text('{"prompt": "1="}\n')
+    _, text = converted("run.txt", VERL_BASE.replace(" ", "\n"))
+    assert "# To do: verl has scored by the column data_source" in text
+    with pytest.raises(UserError, match=r"run_parts\.py"):
+        planned(tmp_path, text)
+    planned(tmp_path, text, "flow.steps.reward.with.function=exact_match")
+
+
 def test_all_files_of_prompts_are_given(of_verl: Any) -> None:
     _, text, recipe = of_verl("data.train_files=['x.jsonl','y.jsonl'] data.val_files=['y.jsonl'] data.prompt_key=q")
     assert {name: Path(one.source).name for name, one in recipe.data.mix.items()} == {"x": "x.jsonl", "y": "y.jsonl"}
@@ -247,15 +318,86 @@ def test_sources_are_named_by_what_tells_their_files_apart(converted: Any) -> No
         ("algorithm.adv_estimator=grpo\nalgorithm.filter_groups.enable=true", "dapo", ""),
         ("algorithm.adv_estimator=grpo\nactor_rollout_ref.actor.policy_loss.loss_mode=gspo", "gspo", ""),
         ("algorithm.adv_estimator=grpo_passk", "grpo", "grpo_passk: an advantage of your own"),
-        ("algorithm.adv_estimator=grpo\ndata.train_batch_size=${SIZE}", "grpo", "${oc.env:SIZE} is no number: 1024"),
+        ("algorithm.adv_estimator=grpo\ndata.train_batch_size=${SIZE}", "grpo", "line 2: SIZE has no value"),
     ],
 )
 def test_verls_estimators_are_flows(converted: Any, tmp_path: Path, given: str, flow: str, lacks: str) -> None:
     found, text = converted("overrides.txt", f"{given}\nactor_rollout_ref.model.path=m\ndata.train_files=x.jsonl\n")
     assert yaml.safe_load(text)["defaults"][0] == {"flow": flow}
     assert [one.text.startswith(lacks) for one in found.accounts if one.kind == "lacks"] == [True] * bool(lacks)
+    (tmp_path / "overrides_parts.py").write_text(SCORES)
     (tmp_path / "x.jsonl").write_text('{"prompt": "1="}\n')
     planned(tmp_path, text)
+
+
+SHELL = """
+A=$((1024 * 2)); HALF=$(( (A + 2) / 3 ))
+BASE=${BASE_OF_NOBODY:-"${HOME}/verl"}
+MODEL=${MODEL_OF_NOBODY:-"${BASE}/models/${NAME_OF_NOBODY:=Qwen}"}
+if [ -n "$FAST" ]; then TEMPERATURE=0.5; fi
+more="data.train_batch_size=64
+  actor_rollout_ref.rollout.n=4"
+more+=" trainer.total_training_steps=$((2**5 - 1))"
+ARGS=(
+  data.train_files="/d/two words.parquet"  # not two
+  actor_rollout_ref.actor.optim.lr=1e-6
+)
+ARGS+=(trainer.experiment_name=${NAME_OF_NOBODY##*w})
+python3 -m verl.trainer.main_ppo data.max_prompt_length=$A data.max_response_length=$((1024*8)) 2>&1 \
+    data.shuffle=False actor_rollout_ref.model.path="$MODEL"/it actor_rollout_ref.rollout.top_p='0.7' \
+    actor_rollout_ref.rollout.max_model_len=${HALF} actor_rollout_ref.rollout.name=vllm \
+    actor_rollout_ref.rollout.temperature=$TEMPERATURE data.prompt_key="q#$((7 / 2))" $more "${ARGS[@]}" "$@"
+"""
+
+
+def test_the_shell_of_a_script_is_read_as_the_shell_would(converted: Any, tmp_path: Path) -> None:
+    found, text = converted("run.sh", SHELL)
+    recipe, sample = yaml.safe_load(text), yaml.safe_load(text)["flow"]["steps"]["sample"]["with"]
+    data = {"source": "/d/two words.parquet", "max_prompt_tokens": 2048, "shuffle": False, "fields": {"prompt": "q#3"}}
+    assert recipe["data"] == data
+    assert sample == {"max_new_tokens": 8192, "temperature": 0.5, "top_p": 0.7}
+    assert recipe["models"]["policy"]["path"] == f"{tmp_path}/verl/models/Qwen/it"
+    assert (recipe["batch"]["prompts"], recipe["batch"]["samples_per_prompt"]) == (64, 4)
+    assert (recipe["run"]["training_steps"], recipe["run"]["name"]) == (31, "en")
+    assert recipe["layout"]["pools"]["rollout"]["engine_options"]["max_model_len"] == 683
+    assert not [one for one in found.accounts if one.kind == "lacks"]
+
+
+@pytest.mark.parametrize(
+    ("script", "line", "unknown"),
+    [
+        ("\nverl data.max_prompt_length=$LONG_OF_NOBODY", 2, "LONG_OF_NOBODY"),
+        ("A=${B_OF_NOBODY}k\nC=${A:-7}\nverl data.max_prompt_length=$C", 3, "B_OF_NOBODY"),
+        ("verl data.max_prompt_length=$(wc -l < file)", 1, "$(wc -l < file)"),
+        ("verl data.max_prompt_length=$((N_OF_NOBODY * 2))", 1, "$(N_OF_NOBODY * 2)"),
+        ("A=1\nif [ $X ]; then\n  A=2\nfi\nverl \\\n data.max_prompt_length=$A", 6, "A"),
+        ("verl data.max_prompt_length=${HOME//a/b}", 1, "HOME"),
+    ],
+)
+def test_what_the_shell_alone_would_know_is_to_do(converted: Any, script: str, line: int, unknown: str) -> None:
+    found, text = converted("run.sh", script + " data.train_files=x.jsonl\n")
+    recipe = text.partition("\n\n#")[0]
+    assert "${" not in "".join(one for one in recipe.splitlines() if not one.startswith("#"))
+    assert "max_prompt_tokens" not in yaml.safe_load(text)["data"]
+    (account,) = [one for one in found.accounts if one.kind == "lacks"]
+    assert account.text.startswith(f"line {line}: {unknown} has no value that the script tells: write what it is")
+
+
+def test_variables_come_from_the_environment_and_files_too(
+    converted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OURS", "9")
+    (tmp_path / "env.sh").write_text("export SIZE=32\n")
+    words = (
+        "data.train_batch_size=$SIZE actor_rollout_ref.rollout.n=${OURS:-4} trainer.nnodes='${data.train_batch_size}'"
+    )
+    found, text = converted("run.sh", f'source ./env.sh\npython -m verl.trainer.main_ppo {words} "${{EXTRA_X[@]}}"\n')
+    recipe = yaml.safe_load(text)
+    assert (recipe["batch"]["prompts"], recipe["batch"]["samples_per_prompt"]) == (32, 9)
+    assert {one.key: one.value for one in found.accounts}["trainer.nnodes"] == 32
+    (account,) = [one for one in found.accounts if one.kind == "lacks"]
+    assert account.text.startswith("line 2: EXTRA_X has no value")
+    assert account.text.endswith("overrides may be among it")
 
 
 def test_what_is_no_configuration_is_told(converted: Any, tmp_path: Path) -> None:
@@ -273,6 +415,8 @@ def test_the_dictionary_names_keys_that_there_are() -> None:
         "sample": read_declaration("distflow.workers.rollout:sample").parameters.settings,
         "reward": read_declaration("distflow.workers.reward:verify").parameters.settings,
         "update": {**update, **read_parameters(find_source("distflow.algorithms.losses:ppo").node).settings},
+        "gae": read_declaration("distflow.workers.critic:gae").parameters.settings,
+        "critic_update": read_declaration("distflow.workers.critic:critic_update").parameters.settings,
         "advantage": read_parameters(find_source("distflow.algorithms.advantages:grpo").node).settings,
     }
     for key in {meaning.to for meaning in (*TRL.values(), *VERL.values()) if "." in meaning.to}:
