@@ -10,8 +10,8 @@ from distflow.config.together import Default, Together, word
 _ACTOR = "actor_rollout_ref.actor."
 _REWARD = "flow.steps.reward.with.function"
 _KEPT = "trainer.max_actor_ckpt_to_keep"
-_ALL = 1_000_000
-"""A bound that is none."""
+_UNBOUNDED = 1_000_000
+"""Refills of a ledger: no more than there are prompts."""
 _FILTER = "algorithm.filter_groups."
 _BUFFERS = ("reward_model.reward_kwargs.", "reward.reward_kwargs.")
 _PARALLEL = ("tensor_model", "pipeline_model", "virtual_pipeline_model", "context", "expert_model", "expert_tensor")
@@ -63,7 +63,7 @@ def _filter(found: Together, given: Mapping[str, Any]) -> None:
     prompts = found.made["batch.prompts"]
     most, size = found.number(given, _FILTER + "max_num_gen_batches", 0), given.get("data.gen_batch_size")
     size = size if isinstance(size, int) else prompts
-    found.made["batch.max_refills"] = max(0, int(most) * size - prompts) if most > 0 else _ALL
+    found.made["batch.max_refills"] = max(0, int(most) * size - prompts) if most > 0 else _UNBOUNDED
     told = "batch.max_refills: what the further batches have, of each ledger"
     found.settled |= dict.fromkeys(keys, told)
 
@@ -193,6 +193,6 @@ def _parallel(found: Together, given: Mapping[str, Any]) -> None:
 def _kept(found: Together, given: Mapping[str, Any]) -> None:
     if given.get(_KEPT) is not None or not (_KEPT in given or found.number(given, "trainer.save_freq", -1) > 0):
         return
-    found.by_default("run.keep_checkpoints", _ALL, Default(_KEPT, None, "null keeps all"))
+    found.by_default("run.keep_checkpoints", None, Default(_KEPT, None, "all are kept"))
     if _KEPT in given:
-        found.settled[_KEPT] = f"run.keep_checkpoints={_ALL}: all"
+        found.settled[_KEPT] = "run.keep_checkpoints=null"

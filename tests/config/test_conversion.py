@@ -232,10 +232,10 @@ def test_what_is_known_is_written(of_verl: Any) -> None:
     steps, rates = recipe.flow.steps, {name: one.optimizer for name, one in recipe.models.items()}
     assert (steps["gae"].with_, steps["critic_update"].with_["clip"]) == ({"gamma": 0.99, "lam": 0.9}, 0.3)
     assert (rates["policy"].warmup_steps, rates["critic"].warmup_steps, rates["critic"].min_lr) == (5, 12, 5e-6)
-    assert (recipe.run.seed, recipe.run.keep_checkpoints) == (7, 1_000_000)
+    assert (recipe.run.seed, recipe.run.keep_checkpoints) == (7, None)
     assert recipe.layout.pools["worker"].offload
     assert not [one for one in found.accounts if one.kind == "lacks"]
-    assert of_verl("trainer.max_actor_ckpt_to_keep=null")[2].run.keep_checkpoints == 1_000_000
+    assert of_verl("trainer.max_actor_ckpt_to_keep=null")[2].run.keep_checkpoints is None
     assert of_verl("trainer.max_actor_ckpt_to_keep=3 trainer.save_freq=5")[2].run.keep_checkpoints == 3
 
 
