@@ -92,7 +92,7 @@ def _workers(plan: Plan, capacity: Capacity) -> list[str]:
     rows: dict[tuple[str, ...], list[str]] = {}
     for worker in plan.workers:
         steps = ", ".join(step.name for step in worker.steps)
-        runs_with = _means(worker, slots_fit(plan, worker, gpu_bytes(capacity)))
+        runs_with = _means(worker, slots_fit(plan, worker, gpu_bytes(capacity, str(worker.name))))
         cells = (worker.name.pool, ",".join(worker.roles), worker.device, str(worker.threads), runs_with, steps)
         rows.setdefault(cells, []).append(str(worker.name))
     head = ["worker", "roles", "device", "threads", "runs with", "steps"]

@@ -22,7 +22,7 @@ from distflow.config.schema import Recipe
 from distflow.errors import Problem
 from distflow.flow.families import needs_gpu, only_on_gpus
 from distflow.flow.lanes import nixl_pools
-from distflow.flow.memory_fit import Capacity, with_gpus
+from distflow.flow.memory_fit import Capacity, HostCapacity, with_gpus
 from distflow.flow.plan import Plan, WorkerPlan
 from distflow.flow.sizes import configuration
 from distflow.flow.step_declaration import read_declaration
@@ -45,6 +45,7 @@ from distflow.launch.deploy.interpreter_check import Interpreter, dotted, is_ins
 
 if TYPE_CHECKING:
     from distflow.launch.deploy.hostfile import Host
+    from distflow.launch.deploy.placement import WorkerPlacement
 
 Level = Literal["OK", "WARN", "FAIL"]
 CLOCK_S = 5.0
@@ -136,15 +137,24 @@ def capacity() -> Capacity:
     return Capacity(memory()["total"], tuple(gpu["memory"] for gpu in gpus() if gpu["memory"]))
 
 
-def capacity_for(plan: Plan, hosts: Sequence[Host], gpu_gib: float | None = None) -> Capacity:
-    """Return what the plan is judged by: the memory of this machine, or that of the GPUs of the hosts that it is for.
+def capacity_for(plan: Plan, placement: WorkerPlacement | None, gpu_gib: float | None = None) -> Capacity:
+    """Return what the plan is judged by: the memory of this machine, or that of the GPUs of each host that it is for.
 
-    `gpu_gib`: what each GPU has, before what is seen here and what the hosts file says (the least of them).
+    `gpu_gib`: what each GPU has, before what is seen here and what the hosts file says.
     """
-    given = gpu_gib or min((host.gpu_gib for host in hosts if host.gpu_gib is not None), default=None)
-    seen = capacity() if given is None else with_gpus(plan, capacity(), given)
-    # Workers of several hosts do not share this one's memory.
-    return replace(seen, host=None) if hosts else seen
+    seen = capacity()
+    if placement is None:
+        return seen if gpu_gib is None else with_gpus(plan, seen, gpu_gib)
+    # Hosts of which nothing is said are taken to be like this one.
+    like = min(seen.gpus, default=0)
+    hosts = []
+    for number, host in enumerate(placement.hosts):
+        if firsts := {name: placement.places[name].slot for name in placement.on(number)}:
+            gib = gpu_gib or host.gpu_gib
+            each = like if gib is None else int(gib * GIB)
+            hosts.append(HostCapacity(host.name, (each,) * (max(host.slots) + 1) if each else (), firsts))
+    # Workers of other hosts do not share this one's memory.
+    return Capacity(None, hosts=tuple(hosts))
 
 
 def needs_of_workers(plan: Plan, names: Collection[str] | None = None) -> Needs:
