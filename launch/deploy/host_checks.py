@@ -12,12 +12,13 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from shutil import which
 from typing import TYPE_CHECKING, Any, Literal
 
 from distflow.config.data_files import in_arrow
 from distflow.config.hub import is_absent, not_found
 from distflow.config.paths import HUB_PREFIX, is_data_file, looks_like_path
-from distflow.config.plugins import HUB, LIBRARIES, NIXL, PARQUET
+from distflow.config.plugins import ENGINES, HUB, LIBRARIES, NIXL, PARQUET
 from distflow.config.schema import Recipe
 from distflow.errors import Problem
 from distflow.flow.families import needs_gpu, only_on_gpus
@@ -45,6 +46,7 @@ from distflow.launch.deploy.interpreter_check import Interpreter, dotted, is_ins
 
 if TYPE_CHECKING:
     from distflow.launch.deploy.hostfile import Host
+    from distflow.launch.deploy.job_environment import JobSize
     from distflow.launch.deploy.placement import WorkerPlacement
 
 Level = Literal["OK", "WARN", "FAIL"]
@@ -188,20 +190,41 @@ def code_here() -> CodeFacts:
     return read(describe_code(SHARED, ()), CodeFacts, "description of this machine's code")
 
 
-def problems_here(plan: Plan, where: Callable[[str], str], *, ask_pythons: bool = True) -> list[Problem]:
+def problems_here(
+    plan: Plan, where: Callable[[str], str], *, ask_pythons: bool = True, devices: bool = True
+) -> list[Problem]:
     """What this machine lacks to run all workers of a plan; `where` gives file and line of a key of the recipe.
 
-    `ask_pythons`: also ask the interpreters of pools that name one, which takes a moment.
+    `ask_pythons`: also ask the interpreters of pools that name one, which takes a moment, unless there is none.
+    `devices`: also look for GPUs.
     """
     if lacking := [need for need in needed() if not is_installed(need.name)]:
         text = f"{sys.executable} lacks packages that workers import: {', '.join(need.name for need in lacking)}"
         return [Problem("this machine", "python", text, pip_install(sys.executable, lacking))]
     needs = needs_of_workers(plan)
-    needs = needs if ask_pythons else replace(needs, interpreters=())
+    absent = tuple(one for one in needs.interpreters if which(one.python) is None)
+    needs = needs if ask_pythons else replace(needs, interpreters=absent)
+    needs = needs if devices else replace(needs, devices=())
     if not (needs.devices or needs.libraries or needs.interpreters):
         return []
     found = _of_recipe(facts_here(Path(), needs), needs)
     return [Problem(where(one.name), one.name, one.text, one.hint) for one in found if one.level == "FAIL"]
+
+
+def job_notes(plan: Plan, where: Callable[[str], str], job: JobSize) -> Iterator[str]:
+    """Yield what the nodes of a job may lack, as far as it shows on the machine that submits it."""
+    yield from plan.missing
+    yield from map(str, problems_here(plan, where, ask_pythons=False, devices=False))
+    yield from map(str, absent_models(plan.recipe, where))
+    keys = [key for key, _ in needs_of_workers(plan).devices]
+    keys += [
+        _key(plan, one, "engine") for one in plan.workers if one.device == "auto" and one.engine == ENGINES["vllm"]
+    ]
+    if keys and job.gpus is None:
+        yield (
+            f"{job.where}: asks for no GPUs, which {keys[0]} needs — add them, such as gpus-per-node=8, unless nodes "
+            "of this partition come with theirs"
+        )
 
 
 def absent_models(recipe: Recipe, where: Callable[[str], str]) -> Iterator[Problem]:
