@@ -25,12 +25,35 @@ COLUMNS = ("weights", "gradients", "optimizer", "engine", "kv", "activations", "
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Memory of the host that plans, in bytes."""
+    """Memory of the host that plans, in bytes, or that of the hosts that the plan is for."""
 
     host: int | None = None
     """Memory of the machine or its container; None if unknown."""
     gpus: tuple[int, ...] = ()
     """Memory of each GPU that the driver shows."""
+    hosts: tuple[HostCapacity, ...] = ()
+    """Those that the plan is for, which are judged in place of the one that plans; empty: that one."""
+
+    @property
+    def shares(self) -> tuple[HostCapacity, ...]:
+        """Each host, with the workers that it has."""
+        return self.hosts or (HostCapacity("", self.gpus, None),)
+
+
+@dataclass(frozen=True, slots=True)
+class HostCapacity:
+    """Memory of the GPUs of one host, in bytes."""
+
+    name: str
+    """Empty: the one that plans."""
+    gpus: tuple[int, ...]
+    """Of each, by its number there; empty if unknown."""
+    firsts: Mapping[str, int] | None
+    """The workers that it has, each with the number of its first GPU there; None: all, one after another."""
+
+    def has(self, worker: str) -> bool:
+        """Tell whether a worker runs here."""
+        return self.firsts is None or worker in self.firsts
 
 
 UNSEEN = Capacity()
@@ -47,6 +70,8 @@ class Placed:
     """host, or cuda:N, the first GPU of several."""
     width: int = 1
     """GPUs that its engine shards the model over; the estimate is for each of them."""
+    of: str = ""
+    """The name of its host; empty: the one that plans."""
 
     @property
     def gpus(self) -> range:
@@ -67,22 +92,33 @@ def with_gpus(plan: Plan, capacity: Capacity, gib: float) -> Capacity:
     return dataclasses.replace(capacity, gpus=(int(gib * GIB),) * count)
 
 
-def gpu_bytes(capacity: Capacity) -> int:
-    """Of the smallest GPU here, or of one as they are common if none is seen."""
-    return min(capacity.gpus, default=ASSUMED_GPU)
+def gpu_bytes(capacity: Capacity, worker: str | None = None) -> int:
+    """Of the smallest GPU, or of one as they are common if none is seen; that of the host of one `worker`."""
+    shares = [share for share in capacity.shares if worker is None or share.has(worker)]
+    return min((size for share in shares for size in share.gpus), default=ASSUMED_GPU)
 
 
 def placed(plan: Plan, capacity: Capacity) -> list[Placed]:
-    """The estimates of all workers of the plan."""
-    gpus = len(capacity.gpus)
-    firsts = first_gpus(plan.workers, gpus) if gpus else {}
-    places = [(worker, _place(worker, gpus, firsts)) for worker in plan.workers]
-    return [Placed(_estimate(plan, worker, place, capacity), place, max(1, width(worker))) for worker, place in places]
+    """The estimates of all workers of the plan, in its order."""
+    found = {one.estimate.worker: one for share in capacity.shares for one in _placed_on(plan, share)}
+    return [found[str(worker.name)] for worker in plan.workers if str(worker.name) in found]
 
 
-def _estimate(plan: Plan, worker: WorkerPlan, place: str, capacity: Capacity) -> Estimate:
+def _placed_on(plan: Plan, share: HostCapacity) -> Iterator[Placed]:
+    gpus = len(share.gpus)
+    firsts = share.firsts
+    if firsts is None:
+        firsts = first_gpus(plan.workers, gpus) if gpus else {}
+    for worker in plan.workers:
+        if share.has(str(worker.name)):
+            place = _place(worker, gpus, firsts)
+            found = _estimate(plan, worker, place, share.gpus)
+            yield Placed(found, place, max(1, width(worker)), share.name)
+
+
+def _estimate(plan: Plan, worker: WorkerPlan, place: str, gpus: Sequence[int]) -> Estimate:
     number = place.partition(":")[2]
-    seen = capacity.gpus[int(number)] if number and int(number) < len(capacity.gpus) else ASSUMED_GPU
+    seen = gpus[int(number)] if number and int(number) < len(gpus) else ASSUMED_GPU
     return estimate(plan, worker, on_gpu=place != HOST, gpu_bytes=seen)
 
 
@@ -95,9 +131,16 @@ def memory_lines(plan: Plan, capacity: Capacity) -> list[str]:
             notes.append(f"{names}: unknown: {one.estimate.unknown}")
             continue
         cells = [_gib(getattr(one.estimate, column)) for column in COLUMNS]
-        rows.append([names, one.place, *cells, _gib(one.host_bytes)])
+        rows.append(
+            [
+                names,
+                f"{one.place} of {one.of}" if one.of and ":" in one.place else one.place,
+                *cells,
+                _gib(one.host_bytes),
+            ]
+        )
     unsure = dict.fromkeys(w.name.pool for w in plan.workers if w.device == "auto" and width(w))
-    if capacity.host is None and not capacity.gpus and unsure:
+    if capacity.host is None and not any(share.gpus for share in capacity.shares) and unsure:
         notes.append(
             f"no GPU is seen here, so device auto ({', '.join(unsure)}) is counted as memory of the host; what GPUs "
             f"there would need: layout.pools.{next(iter(unsure))}.device=cuda"
@@ -118,18 +161,32 @@ def memory_lines(plan: Plan, capacity: Capacity) -> list[str]:
 
 
 def _together(plan: Plan, capacity: Capacity) -> Iterator[str]:
-    """Return what all workers take of one host."""
-    needed, shared = host_sum(plan, placed(plan, capacity))
-    yield (
-        f"all on one host: {_gib(needed)} GiB of its memory, of which {_gib(shared)} are published weights in shared "
-        "memory, once for all workers"
-    )
+    """Return what all workers take of one host, or of each host that they are placed on."""
+    all_placed = placed(plan, capacity)
+    takes: dict[tuple[int, int], list[str]] = {}
+    for share in capacity.shares:
+        if here := [one for one in all_placed if share.has(one.estimate.worker)]:
+            takes.setdefault(host_sum(plan, here), []).append(share.name)
+    for (needed, shared), names in takes.items():
+        where = _several(names)
+        yield (
+            f"{f'all on {where}' if where else 'all on one host'}: {_gib(needed)} GiB of its memory, of which "
+            f"{_gib(shared)} are published weights in shared memory, once for all workers"
+        )
+
+
+def _several(names: Sequence[str]) -> str:
+    """Name hosts that are alike."""
+    few = ", ".join(names) if len(names) <= 3 else f"{names[0]} … {names[-1]}"
+    return few if len(names) == 1 else f"each of {few}"
 
 
 def host_sum(plan: Plan, all_placed: Sequence[Placed]) -> tuple[int, int]:
-    """Bytes of one host's memory that all workers take together, and those in shared memory: these count once."""
+    """Bytes of one host's memory that these workers take together, and those in shared memory: these count once."""
     shared = max((one.estimate.shared for one in all_placed), default=0)
-    return sum(one.host_bytes for one in all_placed) + shared - counted_twice(plan.workers), shared
+    here = {one.estimate.worker for one in all_placed}
+    twice = counted_twice(worker for worker in plan.workers if str(worker.name) in here)
+    return sum(one.host_bytes for one in all_placed) + shared - twice, shared
 
 
 def _narrower(plan: Plan) -> Iterator[str]:
@@ -148,9 +205,10 @@ def _narrower(plan: Plan) -> Iterator[str]:
 
 def _slot_warnings(plan: Plan, capacity: Capacity) -> Iterator[str]:
     """Of engines that have more slots than their memory has room for samples of the greatest length."""
-    seen = gpu_bytes(capacity)
     for pool in dict.fromkeys(worker.name.pool for worker in plan.workers):
-        fits = [slots_fit(plan, worker, seen) for worker in plan.workers if worker.name.pool == pool]
+        sizes = {w.name: gpu_bytes(capacity, str(w.name)) for w in plan.workers if w.name.pool == pool}
+        seen = min(sizes.values())
+        fits = [slots_fit(plan, plan.worker(name), seen) for name, size in sizes.items() if size == seen]
         few = [fit for fit in fits if fit is not None and fit.slots > fit.samples(fit.longest)]
         if few and not few[0].samples(few[0].longest):
             wider = "a pool of its own for generation (layout=split) with " if plan.pool(pool).homes else ""
@@ -188,22 +246,26 @@ def ranges(names: Sequence[str]) -> str:
 def memory_data(plan: Plan, capacity: Capacity) -> dict[str, Any]:
     """The same in bytes, for JSON."""
     workers = [
-        {**dataclasses.asdict(one.estimate), "on": one.place, "host": one.host_bytes} for one in placed(plan, capacity)
+        {**dataclasses.asdict(one.estimate), "on": one.place, "of": one.of, "host": one.host_bytes}
+        for one in placed(plan, capacity)
     ]
     seen = {"host": capacity.host, "gpus": list(capacity.gpus)}
+    hosts = [{"name": share.name, "gpus": list(share.gpus)} for share in capacity.hosts]
     told = {"each_consumer": consumer_bytes(plan), "warnings": list(warnings(plan, capacity))}
-    return {"workers": workers, "this_host": seen, **told}
+    return {"workers": workers, "this_host": seen, "hosts": hosts, **told}
 
 
 def warnings(plan: Plan, capacity: Capacity) -> Iterator[str]:
-    """Yield what would not fit if all workers ran on this host, and slots for which engines have no memory."""
+    """Yield what would not fit if all workers ran on this host, or on the hosts that they are placed on, and slots for
+    which engines have no memory."""
     all_placed = placed(plan, capacity)
     for use in _uses(all_placed, capacity):
         if use.needed > usable(use.there):
             names = f"{use.gpus} {_gib(use.there)} GiB, and {use.workers} may need {_gib(use.needed)}"
-            few = _too_few(plan, len(capacity.gpus)) if len(use.here) > 1 else ""
+            few = _too_few(plan, len(capacity.gpus)) if len(use.here) > 1 and not capacity.hosts else ""
             yield f"{names}{few}: {_verdict(use.needed, use.there)}{_cures(plan, use.here, use.there)}"
-    for names, one in _alike(all_placed) if not capacity.gpus else ():
+    unseen = {share.name for share in capacity.shares if not share.gpus}
+    for names, one in _alike(one for one in all_placed if one.of in unseen):
         if one.place != HOST and one.estimate.device > usable(ASSUMED_GPU):
             yield (
                 f"{names} may need {_gib(one.estimate.device)} GiB of a GPU; none is seen here, and common ones have "
@@ -236,16 +298,32 @@ class _Use:
 
 
 def _uses(all_placed: Sequence[Placed], capacity: Capacity) -> Iterator[_Use]:
-    groups: dict[object, list[tuple[int, list[Placed]]]] = {}
-    for number, there in enumerate(capacity.gpus):
-        here = [one for one in all_placed if number in one.gpus]
-        kinds = tuple((one.estimate.worker.rpartition("/")[0], one.estimate.device, one.width) for one in here)
-        groups.setdefault((there, kinds), []).append((number, here))
-    for alike in (group for group in groups.values() if group[0][1]):
-        names = [", ".join(one.estimate.worker for one in here) for _, here in alike]
-        numbers = [f"cuda:{number}" for number, _ in alike]
-        has = "has" if len(numbers) == 1 else "have"
-        yield _Use(f"{_range(numbers)} {has}", _range(names), alike[0][1], capacity.gpus[alike[0][0]])
+    groups: dict[object, list[tuple[HostCapacity, int, list[Placed]]]] = {}
+    for share in capacity.shares:
+        for number, there in enumerate(share.gpus):
+            here = [one for one in all_placed if one.of == share.name and number in one.gpus]
+            kinds = tuple((one.estimate.worker.rpartition("/")[0], one.estimate.device, one.width) for one in here)
+            groups.setdefault((there, kinds), []).append((share, number, here))
+    for alike in (group for group in groups.values() if group[0][2]):
+        share, number, first = alike[0]
+        has = "has" if len(alike) == 1 else "have"
+        using = {one.estimate.worker for _, _, here in alike for one in here}
+        names = ranges([one.estimate.worker for one in all_placed if one.estimate.worker in using])
+        yield _Use(f"{_numbers(alike)} {has}", names, first, share.gpus[number])
+
+
+def _numbers(alike: Sequence[tuple[HostCapacity, int, list[Placed]]]) -> str:
+    """Name GPUs by their numbers on their hosts; those that several hosts number alike once."""
+    numbers: dict[str, list[int]] = {}
+    for share, number, _ in alike:
+        numbers.setdefault(share.name, []).append(number)
+    hosts: dict[tuple[int, ...], list[str]] = {}
+    for name, found in numbers.items():
+        hosts.setdefault(tuple(found), []).append(name)
+    return ", ".join(
+        _range([f"cuda:{number}" for number in found]) + (f" of {_several(names)}" if names[0] else "")
+        for found, names in hosts.items()
+    )
 
 
 def _range(names: Sequence[str]) -> str:
@@ -319,7 +397,7 @@ def _place(worker: WorkerPlan, gpus: int, firsts: Mapping[str, int]) -> str:
     return f"cuda:{firsts[str(worker.name)]}" if gpus >= width(worker) else "cuda"
 
 
-def _alike(all_placed: Sequence[Placed]) -> Iterator[tuple[str, Placed]]:
+def _alike(all_placed: Iterable[Placed]) -> Iterator[tuple[str, Placed]]:
     """Yield workers of one pool with the same numbers as one row."""
     groups: dict[tuple[str, object, str], list[Placed]] = {}
     for one in all_placed:

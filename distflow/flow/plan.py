@@ -251,6 +251,8 @@ class Plan:
     val: ValPlan | None = None
     warnings: tuple[str, ...] = ()
     """Notes on likely mistakes, which are also shown at the launch."""
+    missing: tuple[str, ...] = ()
+    """Notes on models and data that this machine lacks, where it need not have them."""
 
     def worker(self, name: WorkerName) -> WorkerPlan:
         """One worker; raises LookupError for a name that the layout does not have."""

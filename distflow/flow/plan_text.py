@@ -77,6 +77,8 @@ def plan_data(plan: Plan, capacity: Capacity = UNSEEN, where: Whereabouts = ONE_
         worker["name"] = str(planned.name)
     for edge, planned_edge in zip(data["edges"], plan.edges, strict=True):
         edge |= {"lane": lane_text(plan, planned_edge, where), "waits": waits_of(planned_edge)}
+    if plan.val is not None:
+        data["val"]["data"] = plan.val.data.model_dump(mode="json")
     ports = [dataclasses.asdict(library) for library in library_ports(plan)]
     data |= {"owners": plan.owners, "trained_models": plan.trained_models}
     return {**data, "notes": notes_of(plan, where), "memory": memory_data(plan, capacity), "library_ports": ports}
@@ -90,7 +92,7 @@ def _workers(plan: Plan, capacity: Capacity) -> list[str]:
     rows: dict[tuple[str, ...], list[str]] = {}
     for worker in plan.workers:
         steps = ", ".join(step.name for step in worker.steps)
-        runs_with = _means(worker, slots_fit(plan, worker, gpu_bytes(capacity)))
+        runs_with = _means(worker, slots_fit(plan, worker, gpu_bytes(capacity, str(worker.name))))
         cells = (worker.name.pool, ",".join(worker.roles), worker.device, str(worker.threads), runs_with, steps)
         rows.setdefault(cells, []).append(str(worker.name))
     head = ["worker", "roles", "device", "threads", "runs with", "steps"]

@@ -58,8 +58,9 @@ def make_plan(recipe: Recipe, where: Where | None = None, *, need_files: bool = 
     if structure is None or problems:
         raise RecipeError(problems)
     warnings = tuple(_warnings(recipe, structure))
-    notes = (*warnings, *_notes(structure, recipe.layout), *map(str, missing))
-    plan = replace(_assemble(recipe, structure, notes), warnings=warnings)
+    absent = tuple(map(str, missing))
+    notes = (*warnings, *_notes(structure, recipe.layout), *absent)
+    plan = replace(_assemble(recipe, structure, notes), warnings=warnings, missing=absent)
     return interface_digest(plan)
 
 

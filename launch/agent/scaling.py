@@ -70,6 +70,8 @@ class Scaling:
         self._gpus = record.hosts[host].gpus if record.hosts else record.gpus
         self._decided: dict[str, DesiredWorkers] = {}
         """The last known decision about each pool that was scaled."""
+        self._noted: dict[str, tuple[int, int]] = {}
+        """The last decision about each pool whose number of workers the run's recipe has."""
         self._looked = -1
         """The revision of the reports whose decisions we know."""
         self._refused_at: float | None = None
@@ -160,6 +162,7 @@ class Scaling:
             lives = self._core.lives
             ours = [name for name, host in decision.hosts.items() if host == self._host]
             new = [name for name in ours if name not in lives or lives[name].drained]
+            self._note_size(pool, decision)
             if new:
                 for entry in self._prepared(decision.hosts, new, mesh.own.term, now):
                     know(entry.name, worker_address(self._record.path, entry.name, self._host))
@@ -167,6 +170,24 @@ class Scaling:
             for name in [name for name in lives if _pool(name) == pool and name not in decision.hosts]:
                 actions += self._core.shrink(name)
         return actions
+
+    def _note_size(self, pool: str, decision: DesiredWorkers) -> None:
+        """Write the number of workers of a pool into the run's recipe, for `--resume`; again later if the disk refuses
+        it. Pools that train have theirs written by the next term."""
+        from distflow.flow.recipe_check import plan_resized
+
+        if self._noted.get(pool) == decision.stamp:
+            return
+        try:
+            # A recipe that cannot be planned, as with settings of a worker that has left, must not be written.
+            plan_resized(self._record.path, {pool: len(decision.hosts)})
+            note_sizes(self._record.path, decision.hosts)
+        except UserError as error:
+            log.error("--resume will go on with the former number of workers of %s: %s", pool, error)
+        except OSError as error:
+            log.error("the new number of workers of %s cannot be kept for --resume yet: %s", pool, error)
+            return
+        self._noted[pool] = decision.stamp
 
     def joining(self, term: Successor, before: Term) -> list[WorkerEntry]:
         """Those that train here in a term and did not in the one `before`: their documents are written.

@@ -107,7 +107,7 @@ def validate(recipe: str, overrides: tuple[str, ...], deep: bool, elsewhere: boo
             replace(one, hint=f"{one.hint}; for other machines there are --elsewhere and --hosts FILE") for one in here
         ]
     placement = None if hosts is None else _placed(plan, hosts, loaded.origin)
-    seen = UNSEEN if elsewhere else capacity_for(plan, () if placement is None else placement.hosts)
+    seen = UNSEEN if elsewhere else capacity_for(plan, placement)
     if deep:
         problems += check_imports(plan, loaded.origin)
     if problems:

@@ -107,14 +107,13 @@ def _show_plan(loaded: LoadedRecipe, plan: Plan, hosts: tuple[Host, ...] | None)
     from distflow.flow.plan_text import render_page
     from distflow.launch.deploy.host_checks import capacity_for
 
-    seen = capacity_for(plan, hosts or ())
     if hosts is None:
-        click.echo(render_page(plan, seen))
+        click.echo(render_page(plan, capacity_for(plan, None)))
         return 0
     from distflow.launch.deploy.placement import place_workers, placement_lines
 
     placement = place_workers(plan, hosts, loaded.origin)
-    click.echo(render_page(plan, seen, placement.where))
+    click.echo(render_page(plan, capacity_for(plan, placement), placement.where))
     click.echo("\n".join(["", "hosts", *(f"  {line}" for line in placement_lines(plan, placement))]))
     return 0
 

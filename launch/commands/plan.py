@@ -42,7 +42,7 @@ NOT_MOVED: Mapping[Path, Path] = MappingProxyType({})
     "--gpu-gib",
     type=click.FloatRange(min=0.0, min_open=True),
     metavar="N",
-    help="Memory of a GPU, in GiB, in place of what is seen here.  [default: the least gpu_gib= of --hosts, if any]",
+    help="Memory of a GPU, in GiB, in place of what is seen here.  [default: gpu_gib= of each host of --hosts, if any]",
 )
 @click.option("--mermaid", is_flag=True, help="Print pools and edges as a Mermaid flowchart.")
 @click.option("--svg", type=click.Path(path_type=Path), metavar="FILE", help="Draw pools and edges into an SVG file.")
@@ -110,10 +110,10 @@ def _show_plan(
         from distflow.flow.plan_text import plan_data
 
         where = ONE_HOST if placement is None else placement.where
-        data = plan_data(plan, capacity_for(plan, hosts, gpu_gib), where)
+        data = plan_data(plan, capacity_for(plan, placement, gpu_gib), where)
         click.echo(json.dumps({**data, "hosts": _host_lines(plan, placement)}, indent=1))
     elif write is None and svg is None:
-        _show(plan, placement, capacity_for(plan, hosts, gpu_gib))
+        _show(plan, placement, capacity_for(plan, placement, gpu_gib))
     return 0
 
 

@@ -20,7 +20,19 @@ if TYPE_CHECKING:
 ANSWER_S = 2.0
 WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT")
 STARTING = ("CONFIGURING", "RUNNING")
-"""States of a job by Slurm: in the queue, and on its nodes."""
+ENDED = (
+    "BOOT_FAIL",
+    "CANCELLED",
+    "COMPLETED",
+    "DEADLINE",
+    "FAILED",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "PREEMPTED",
+    "REVOKED",
+    "TIMEOUT",
+)
+"""States of a job by Slurm: in the queue, on its nodes, and over; of others nothing is advised."""
 TABLE = ("name", "pid", "host", "state", "step", "version", "memory MB", "sent MB", "received MB", "sent by lane, MB")
 COUNTED = ("unread", "claimed", "missed", "kept_bytes")
 """Of a consumer, what adds up over the owners."""
@@ -89,7 +101,7 @@ def _show_queued(run_dir: Path, job: SubmittedJob, *, as_json: bool) -> None:
         click.echo(f"it runs with the recipe as it was then; `scancel {job.number}` takes it out of the queue")
     elif Path(job.log).is_file():
         click.echo(f"log: {job.log}")
-    elif state not in STARTING and not (reason and not state):
+    elif state in ENDED or not (state or reason):
         click.echo(f"nothing of it was written: submit it again after `rm -r {shlex.quote(str(run_dir))}`")
 
 

@@ -12,17 +12,18 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from shutil import which
 from typing import TYPE_CHECKING, Any, Literal
 
 from distflow.config.data_files import in_arrow
 from distflow.config.hub import is_absent, not_found
 from distflow.config.paths import HUB_PREFIX, is_data_file, looks_like_path
-from distflow.config.plugins import HUB, LIBRARIES, NIXL, PARQUET
+from distflow.config.plugins import ENGINES, HUB, LIBRARIES, NIXL, PARQUET
 from distflow.config.schema import Recipe
 from distflow.errors import Problem
 from distflow.flow.families import needs_gpu, only_on_gpus
 from distflow.flow.lanes import nixl_pools
-from distflow.flow.memory_fit import Capacity, with_gpus
+from distflow.flow.memory_fit import Capacity, HostCapacity, with_gpus
 from distflow.flow.plan import Plan, WorkerPlan
 from distflow.flow.sizes import configuration
 from distflow.flow.step_declaration import read_declaration
@@ -45,6 +46,8 @@ from distflow.launch.deploy.interpreter_check import Interpreter, dotted, is_ins
 
 if TYPE_CHECKING:
     from distflow.launch.deploy.hostfile import Host
+    from distflow.launch.deploy.job_environment import JobSize
+    from distflow.launch.deploy.placement import WorkerPlacement
 
 Level = Literal["OK", "WARN", "FAIL"]
 CLOCK_S = 5.0
@@ -140,15 +143,24 @@ def capacity() -> Capacity:
     return Capacity(memory()["total"], tuple(gpu["memory"] for gpu in gpus() if gpu["memory"]))
 
 
-def capacity_for(plan: Plan, hosts: Sequence[Host], gpu_gib: float | None = None) -> Capacity:
-    """Return what the plan is judged by: the memory of this machine, or that of the GPUs of the hosts that it is for.
+def capacity_for(plan: Plan, placement: WorkerPlacement | None, gpu_gib: float | None = None) -> Capacity:
+    """Return what the plan is judged by: the memory of this machine, or that of the GPUs of each host that it is for.
 
-    `gpu_gib`: what each GPU has, before what is seen here and what the hosts file says (the least of them).
+    `gpu_gib`: what each GPU has, before what is seen here and what the hosts file says.
     """
-    given = gpu_gib or min((host.gpu_gib for host in hosts if host.gpu_gib is not None), default=None)
-    seen = capacity() if given is None else with_gpus(plan, capacity(), given)
-    # Workers of several hosts do not share this one's memory.
-    return replace(seen, host=None) if hosts else seen
+    seen = capacity()
+    if placement is None:
+        return seen if gpu_gib is None else with_gpus(plan, seen, gpu_gib)
+    # Hosts of which nothing is said are taken to be like this one.
+    like = min(seen.gpus, default=0)
+    hosts = []
+    for number, host in enumerate(placement.hosts):
+        if firsts := {name: placement.places[name].slot for name in placement.on(number)}:
+            gib = gpu_gib or host.gpu_gib
+            each = like if gib is None else int(gib * GIB)
+            hosts.append(HostCapacity(host.name, (each,) * (max(host.slots) + 1) if each else (), firsts))
+    # Workers of other hosts do not share this one's memory.
+    return Capacity(None, hosts=tuple(hosts))
 
 
 def slow_here(plan: Plan) -> Iterator[str]:
@@ -204,20 +216,41 @@ def code_here() -> CodeFacts:
     return read(describe_code(SHARED, ()), CodeFacts, "description of this machine's code")
 
 
-def problems_here(plan: Plan, where: Callable[[str], str], *, ask_pythons: bool = True) -> list[Problem]:
+def problems_here(
+    plan: Plan, where: Callable[[str], str], *, ask_pythons: bool = True, devices: bool = True
+) -> list[Problem]:
     """What this machine lacks to run all workers of a plan; `where` gives file and line of a key of the recipe.
 
-    `ask_pythons`: also ask the interpreters of pools that name one, which takes a moment.
+    `ask_pythons`: also ask the interpreters of pools that name one, which takes a moment, unless there is none.
+    `devices`: also look for GPUs.
     """
     if lacking := [need for need in needed() if not is_installed(need.name)]:
         text = f"{sys.executable} lacks packages that workers import: {', '.join(need.name for need in lacking)}"
         return [Problem("this machine", "python", text, pip_install(sys.executable, lacking))]
     needs = needs_of_workers(plan)
-    needs = needs if ask_pythons else replace(needs, interpreters=())
+    absent = tuple(one for one in needs.interpreters if which(one.python) is None)
+    needs = needs if ask_pythons else replace(needs, interpreters=absent)
+    needs = needs if devices else replace(needs, devices=())
     if not (needs.devices or needs.libraries or needs.interpreters):
         return []
     found = _of_recipe(facts_here(Path(), needs), needs)
     return [Problem(where(one.name), one.name, one.text, one.hint) for one in found if one.level == "FAIL"]
+
+
+def job_notes(plan: Plan, where: Callable[[str], str], job: JobSize) -> Iterator[str]:
+    """Yield what the nodes of a job may lack, as far as it shows on the machine that submits it."""
+    yield from plan.missing
+    yield from map(str, problems_here(plan, where, ask_pythons=False, devices=False))
+    yield from map(str, absent_models(plan.recipe, where))
+    keys = [key for key, _ in needs_of_workers(plan).devices]
+    keys += [
+        _key(plan, one, "engine") for one in plan.workers if one.device == "auto" and one.engine == ENGINES["vllm"]
+    ]
+    if keys and job.gpus is None:
+        yield (
+            f"{job.where}: asks for no GPUs, which {keys[0]} needs — add them, such as gpus-per-node=8, unless nodes "
+            "of this partition come with theirs"
+        )
 
 
 def absent_models(recipe: Recipe, where: Callable[[str], str]) -> Iterator[Problem]:

@@ -4,7 +4,8 @@ Our own additions to a line: `address=10.0.0.3` (what the other hosts connect to
 `dir=/path` (the folder of runs on that host), `site=frankfurt` (where it stands: what leaves a site is compressed, and
 weights enter it once), `cost=2.5` (of a slot for an hour, in any currency, for `distflow plan --optimize`),
 `gpu_gib=80` (memory of each of its GPUs, for `distflow plan`).
-`user@gpu-1` logs in as that user; ports and keys belong in the ssh configuration.
+`gpu[1-4]` is a line for each, as Slurm writes names; `user@gpu-1` logs in as that user;
+ports and keys belong in the ssh configuration.
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ import re
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 from distflow.errors import Problem, UserError, did_you_mean
+from distflow.launch.deploy.job_environment import expand
+from distflow.types import MOST_WORKERS
 
 _NAME = re.compile(r"(?:(?P<user>[A-Za-z0-9._-]+)@)?(?P<host>[A-Za-z0-9][A-Za-z0-9._-]*)")
 _SITE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -111,14 +115,13 @@ def parse_hosts(text: str, source: str) -> tuple[Host, ...]:
         if not words:
             continue
         where = f"{source}:{number}"
-        host = _host(words, where, problems)
-        if host is None:
-            continue
-        if host.name in hosts:
-            hint = "use one line per host, with all of its slots"
-            problems.append(Problem(where, host.name, f"named twice, first in {hosts[host.name].where}", hint))
-            continue
-        hosts[host.name] = host
+        for name in _names(words[0]):
+            host = _host([name, *words[1:]], where, problems)
+            if host is not None and host.name in hosts:
+                hint = "use one line per host, with all of its slots"
+                problems.append(Problem(where, host.name, f"named twice, first in {hosts[host.name].where}", hint))
+            elif host is not None:
+                hosts[host.name] = host
     problems += _clashes(list(hosts.values()))
     if not hosts and not problems:
         problems.append(Problem(source, "hosts", "no hosts in this file", "write one per line: gpu-1 slots=4"))
@@ -149,12 +152,24 @@ def select(hosts: Sequence[Host], include: str | None, exclude: str | None) -> t
     return tuple(kept)
 
 
+def _names(word: str) -> list[str]:
+    """Expand Slurm's notation, `gpu[1-4,7]`; a word that is none is refused where names are."""
+    try:
+        found = list(islice(expand(word), MOST_WORKERS + 1)) if "[" in word else [word]
+    except UserError:
+        return [word]
+    return found if 0 < len(found) <= MOST_WORKERS else [word]
+
+
 def _host(words: Sequence[str], where: str, problems: list[Problem]) -> Host | None:
     """Read a line. A host of which something is wrong is returned without it, so that others are compared with it."""
     first, _, count = words[0].partition(":")
     name = _NAME.fullmatch(first)
     if name is None:
-        hint = "write NAME, user@NAME or NAME:SLOTS; ports belong in the ssh configuration (--ssh-config FILE)"
+        hint = (
+            "write NAME, user@NAME or NAME:SLOTS, of several hosts NAME[1-4]; ports belong in the ssh configuration "
+            "(--ssh-config FILE)"
+        )
         problems.append(Problem(where, words[0], "not a host name", hint))
         return None
     found = dict(_settings(words[1:], first, where, problems))

@@ -36,6 +36,8 @@ OF_A_HOST = ("CUDA_VISIBLE_DEVICES",)
 RUN_KEY = "DISTFLOW_RUN_KEY"
 SUBMIT_S = 60.0
 QUEUE_S = 10.0
+_UNREACHED = re.compile(r"controller|connect|socket timed out|unable to establish|communication", re.IGNORECASE)
+"""What sbatch says when nobody has looked at the job."""
 _OURS = ("ntasks", "ntasks-per-node", "output", "error", "job-name", "array")
 _FOR_SRUN = ("cpus-per-task", "no-kill")
 _STEP = ("--ntasks-per-node=1", "--export=ALL", "--kill-on-bad-exit=0", "--wait=0")
@@ -248,8 +250,10 @@ def slurm_settings(words: Sequence[str]) -> dict[str, str]:
         if key in found:
             raise UserError(f"--slurm {word}: {key} is given twice — give it once")
         found[key] = value
-    if "nodes" not in found or not found["nodes"].isdecimal() or int(found["nodes"]) < 1:
+    if "nodes" not in found:
         raise UserError("--slurm: the number of nodes is missing — give it as --slurm nodes=4")
+    if not found["nodes"].isdecimal() or int(found["nodes"]) < 1:
+        raise UserError(f"--slurm nodes={found['nodes']}: expected a whole number ≥ 1, such as nodes=4")
     return found
 
 
@@ -338,6 +342,9 @@ def submit(script: Path) -> tuple[str, list[str]]:
     said = "; ".join([*_lines(done.stderr), *_lines(done.stdout)]) or "it said nothing"
     if done.returncode != 0:
         code = f" (exit code {done.returncode})"
+        if _UNREACHED.search(said):
+            hint = "submit it again when the cluster answers (`sinfo`)"
+            raise JobRefused(f"--slurm: sbatch could not reach the cluster: {said}{code} — {hint}")
         raise JobRefused(f"--slurm: sbatch rejected the job: {said}{code} — correct the --slurm settings")
     # NUMBER or NUMBER;CLUSTER; a site may have wrapped sbatch in something that takes no option and says it in words.
     number = re.search(r"[0-9]+", done.stdout.strip().rpartition("\n")[2])

@@ -10,7 +10,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import click
@@ -35,7 +35,14 @@ from distflow.launch.deploy.folder_contents import (
     unwritable,
     write_all,
 )
-from distflow.launch.deploy.host_checks import absent_models, capacity, problems_here, slow_here, space_problems
+from distflow.launch.deploy.host_checks import (
+    absent_models,
+    capacity,
+    job_notes,
+    problems_here,
+    slow_here,
+    space_problems,
+)
 from distflow.launch.deploy.hostfile import Host
 from distflow.launch.deploy.job_environment import (
     JobRefused,
@@ -384,13 +391,14 @@ def submit_jobs(runs: Sequence[Options]) -> int:
     made = not options.runs_dir.exists()
     created: list[Path] = []
     try:
-        commands = [_prepared(run, created, size) for run in runs]
+        notes: dict[str, None] = {}
+        commands = [_prepared(run, created, size, notes) for run in runs]
+        _tell(notes)
         text = render_job(settings, commands, Path.cwd())
         if options.dry_run:
             click.echo(text, nl=False)
             return 0
         for folder in created:
-            click.echo(str(folder))
             _keep(folder, {SCRIPT: text.encode()})
         job, said = submit(created[0] / SCRIPT)
     except UserError as error:
@@ -399,8 +407,8 @@ def submit_jobs(runs: Sequence[Options]) -> int:
         for folder in () if options.resume or by_hand else created:
             remove_run_folder(folder, with_parent=made and folder is created[-1])
         raise
-    for line in said:
-        click.echo(f"note: {line}", err=True)
+    click.echo("\n".join(map(str, created)))
+    _tell(said)
     jobs = [f"{job}_{task}" for task in range(len(created))] if len(created) > 1 else [job]
     logs = [f"{folder}/logs/slurm-{number}.log" for folder, number in zip(created, jobs, strict=True)]
     click.echo(f"job {job}: {created[0] / SCRIPT}; its output goes to {logs[0]}")
@@ -414,11 +422,17 @@ def submit_jobs(runs: Sequence[Options]) -> int:
     return 0
 
 
-def _prepared(options: Options, created: list[Path], size: JobSize) -> tuple[Path, list[str]]:
+def _tell(notes: Iterable[str]) -> None:
+    for note in notes:
+        click.echo(f"note: {note}", err=True)
+
+
+def _prepared(options: Options, created: list[Path], size: JobSize, notes: dict[str, None]) -> tuple[Path, list[str]]:
     """Return the folder of a run that a job of this size will fill, and the job's command; notes the folder if it
-    is there now. Raises RecipeError or HostsError for workers that find no places in the job."""
+    is there now, and what the job may lack. Raises RecipeError or HostsError for workers that find no places in it."""
     loaded, plan = recipe_of(options, need_files=False)
     check_job(plan, size, loaded.origin)
+    notes |= dict.fromkeys(job_notes(plan, loaded.origin, size))
     name = plan.run_name if options.name is None else options.name
     if options.dry_run and options.resume:
         run_dir = existing_run_folder(options.runs_dir, name, explicit=options.name is not None)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from distflow.comm.keys import own_keys, public_hex
+from distflow.config.load import load_recipe
 from distflow.config.paths import shipped_recipes
 from distflow.flow.document import read_worker_document
 from distflow.launch.cli import run
@@ -92,6 +93,26 @@ def test_plan_prints_a_page_json_and_scripts(capsys: pytest.CaptureFixture[str])
     assert "def script(w):" in capsys.readouterr().out
     assert run(["plan", "quickstart", "--worker", "rollout/7"]) == 2
     assert "this layout has rollout/0, rollout/1, trainer/0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["gsm8k"],
+        ["quickstart", "val.every=2", "val.data.source=distflow.data.arithmetic:copy_digits"],
+        ["quickstart", "val.data.mix={a: {source: ./a.parquet}, b: {source: ./b.jsonl}}", "--hosts"],
+    ],
+)
+def test_a_plan_with_validation_is_json_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    (tmp_path / "hosts").write_text("a slots=2\nb slots=2\n")
+    assert run(["plan", *words, *[str(tmp_path / "hosts")] * (words[-1] == "--hosts"), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["val"]["data"]
+    val = load_recipe(words[0], [word for word in words[1:] if "=" in word]).recipe.val
+    assert val is not None
+    assert val.data is not None
+    assert told == json.loads(val.data.model_dump_json())
 
 
 def test_plan_draws_the_chart_of_the_documentation(capsys: pytest.CaptureFixture[str]) -> None:

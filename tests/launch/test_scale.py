@@ -90,6 +90,31 @@ def test_workers_join_and_leave_and_nobody_else_is_disturbed(run: OneHost, capsy
     assert {name: after[name] for name in before} == before
 
 
+def test_a_resume_goes_on_with_the_number_that_was_scaled_to(run: OneHost):
+    assert run.scale("rollout=3") == 0
+    await_that(lambda: resumed(run) == 3, "3 in the recipe of the run")
+    assert run.scale("rollout=2") == 0
+    await_that(lambda: resumed(run) == 2, "2 in the recipe of the run")
+
+
+def test_a_number_that_the_recipe_does_not_allow_is_not_kept(run: OneHost):
+    recipe = run.run_dir / "recipe.yaml"
+    written = yaml.safe_load(recipe.read_text())
+    written["layout"]["pools"]["rollout"] |= {"count": 2, "each": {"1": {"slots": 3}}}
+    recipe.write_text(yaml.safe_dump(written))
+    assert run.scale("rollout=2") == 0
+    run.await_log("rollout/1", "rollout/1 incarnation 0 is up")
+    assert run.scale("rollout=1") == 0
+    run.await_log("agent/0", "--resume will go on with the former number of workers of rollout: ")
+    assert resumed(run) == 2
+
+
+def resumed(run: OneHost) -> int:
+    """The number of generating workers that `--resume` would begin with."""
+    _, plan = plan_recipe(str(run.run_dir / "recipe.yaml"), (), resolved=True)
+    return plan.pool("rollout").count
+
+
 def test_a_worker_that_comes_back_is_a_new_life_of_it(run: OneHost):
     assert run.scale("rollout=2") == 0
     run.await_log("rollout/1", "rollout/1 incarnation 0 is up")

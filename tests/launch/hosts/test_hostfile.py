@@ -30,6 +30,10 @@ def test_the_syntaxes_of_deepspeed_and_mpi():
     [
         ("gpu-1:22:4", r"f:1: gpu-1 — slots=22:4 is not a valid slot count — write a whole number ≥ 1"),
         ("gpu_1!:4", r"f:1: gpu_1!:4 — not a host name — write NAME, user@NAME or NAME:SLOTS"),
+        ("gpu[3-x]", r"f:1: gpu\[3-x\] — not a host name — .* of several hosts NAME\[1-4\]"),
+        ("gpu[4-3]", r"f:1: gpu\[4-3\] — not a host name"),
+        ("gpu[1-999999999]", r"f:1: gpu\[1-999999999\] — not a host name"),
+        ("gpu-2\ngpu-[1-3]", r"f:2: gpu-2 — named twice, first in f:1"),
         ("-oProxyCommand=x", r"f:1: -oProxyCommand=x — not a host name"),
         ("gpu-1 slots=0", r"slots=0 is not a valid slot count"),
         ("gpu-1:4 slots=8", r"slots given twice: gpu-1:4 and slots=8 — give the slots once"),
@@ -51,6 +55,16 @@ def test_the_syntaxes_of_deepspeed_and_mpi():
 def test_what_is_wrong_is_said_with_file_line_and_cure(line, message):
     with pytest.raises(HostsError, match=message):
         parse_hosts(line, "f")
+
+
+@pytest.mark.parametrize(
+    "line, names",
+    [("gpu[3-4] slots=8", ["gpu3", "gpu4"]), ("al@n-[08-10,2]:8 gpu_gib=80", ["n-08", "n-09", "n-10", "n-2"])],
+)
+def test_hosts_that_are_alike_stand_on_one_line_as_slurm_writes_them(line, names):
+    hosts = parse_hosts(line, "f")
+    assert [host.name for host in hosts] == names
+    assert {len(host.slots) for host in hosts} == {8}
 
 
 def test_all_problems_are_reported_at_once():

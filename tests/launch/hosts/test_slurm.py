@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 from dataclasses import fields
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from distflow.comm.client import ask
 from distflow.comm.keys import key_file, read_keys
+from distflow.config.plugins import LIBRARIES, TRACKERS
 from distflow.errors import UserError
 from distflow.launch.cli import run as distflow
 from distflow.launch.deploy import launcher as running
@@ -87,7 +89,9 @@ def test_what_srun_does_not_take_from_sbatch_is_told_to_both():
     "words, message",
     [
         (["time=1:00"], "the number of nodes is missing — give it as --slurm nodes=4"),
-        (["nodes=0"], "the number of nodes is missing"),
+        (["nodes=0"], "--slurm nodes=0: expected a whole number ≥ 1"),
+        (["nodes=two,time=1:00"], "--slurm nodes=two: expected a whole number ≥ 1"),
+        (["nodes=2-4"], "--slurm nodes=2-4: expected a whole number ≥ 1"),
         (["nodes=2,exclusive"], "--slurm exclusive: expected KEY=VALUE"),
         (["nodes=2", "ntasks=4"], "--slurm ntasks=4: the launcher sets this itself"),
         (["nodes=2", "array=0-3"], "--slurm array=0-3: the launcher sets this itself"),
@@ -219,6 +223,12 @@ def test_what_sbatch_says_is_passed_on(hosts):
         ("echo 'sbatch: error: no such account' >&2; exit 1", 2, "rejected the job: sbatch: error: no such account"),
         ("echo 'Batch job submission failed'; exit 3", 2, "Batch job submission failed (exit code 3)"),
         ("exit 1", 2, "rejected the job: it said nothing (exit code 1)"),
+        (
+            "echo 'sbatch: error: Batch job submission failed: Unable to contact slurm controller' >&2; exit 1",
+            2,
+            "contact slurm controller (exit code 1) — submit it again when the cluster answers",
+        ),
+        ("echo 'Socket timed out on send/recv operation' >&2; exit 1", 2, "when the cluster answers (`sinfo`)"),
         ("echo what a day", 2, "sbatch named no job: what a day"),
         ("echo 'sbatch: warning: 90% of your hours are used' >&2; echo 4711", 0, "note: sbatch: warning: 90% of your"),
         ("echo Submitted batch job 4711", 0, ""),
@@ -230,6 +240,33 @@ def test_the_words_of_sbatch_are_shown_wherever_it_says_them(tmp_path, monkeypat
     shown = capsys.readouterr()
     assert said in shown.err
     assert ("\njob 4711: " in shown.out) == (code == 0)
+    assert (str(tmp_path / "runs" / "quickstart") in shown.out) == (code == 0)
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["data.source=./no-such.parquet"], "data.source"),
+        (["models.policy.path=./no-such-model"], "models.policy.path"),
+        (["layout.pools.rollout.python=/no/such/python"], "layout.pools.rollout.python — /no/such/python: "),
+        (["layout.pools.rollout.device=cuda"], "--slurm nodes=2: asks for no GPUs, which layout.pools.rollout.device"),
+        (["layout.pools.rollout.engine=vllm"], "asks for no GPUs, which layout.pools.rollout.engine needs"),
+        ([], ""),
+    ],
+)
+def test_what_a_job_may_lack_is_told_before_it_is_submitted(tmp_path, monkeypatch, capsys, words, said):
+    on_path(tmp_path, monkeypatch, sbatch="#!/bin/sh\necho no >&2; exit 1\n")
+    assert distflow(["launch", "quickstart", *words, "--slurm", "nodes=2", "--runs-dir", str(tmp_path / "runs")]) == 2
+    notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]
+    assert any(said in note for note in notes) == bool(said), notes
+
+
+def test_a_library_that_the_python_of_a_job_lacks_is_told(tmp_path, monkeypatch, capsys):
+    on_path(tmp_path, monkeypatch, sbatch=SBATCH)
+    lacking = next(name for name, call in TRACKERS.items() if find_spec(LIBRARIES[call].module) is None)
+    words = [f"run.trackers={{{lacking}: true}}", "--slurm", "nodes=2", "--runs-dir", str(tmp_path / "runs")]
+    assert distflow(["launch", "quickstart", *words]) == 0
+    assert f"note: command line: run.trackers.{lacking} — needs the package" in capsys.readouterr().err
 
 
 def on_path(folder, monkeypatch, **commands):
@@ -248,6 +285,7 @@ def on_path(folder, monkeypatch, **commands):
         ("echo 'PENDING ReqNodeNotAvail, May be reserved'", "queued", "PENDING (ReqNodeNotAvail, May be reserved)"),
         ("echo RUNNING None", "not begun", "not begun; job 4711 is RUNNING, submitted"),
         ("echo CANCELLED None", "not begun", "not begun; job 4711 is CANCELLED"),
+        ("echo STOPPED_IN_A_NEW_WAY None", "not begun", "not begun; job 4711 is STOPPED_IN_A_NEW_WAY"),
         ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", "not begun", "Slurm has no job 4711"),
         ("echo 'error: no controller' >&2; exit 1", "not begun", "squeue failed: error: no controller"),
     ],
@@ -259,7 +297,9 @@ def test_status_says_where_a_submitted_job_stands(tmp_path, monkeypatch, capsys,
     capsys.readouterr()
     for words in ([], ["quickstart"]):
         assert distflow(["status", *words, *runs]) == 0
-        assert said in capsys.readouterr().out
+        shown = capsys.readouterr().out
+        assert said in shown
+        assert ("rm -r" in shown) == any(over in answer for over in ("CANCELLED", "Invalid job id"))
     assert distflow(["status", "--json", *runs]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["run"], told["state"], told["job"]["number"]) == ("quickstart", state, "4711")
