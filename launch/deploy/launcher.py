@@ -35,7 +35,14 @@ from distflow.launch.deploy.folder_contents import (
     unwritable,
     write_all,
 )
-from distflow.launch.deploy.host_checks import absent_models, capacity, problems_here, space_problems
+from distflow.launch.deploy.host_checks import (
+    absent_data,
+    absent_models,
+    capacity,
+    problems_here,
+    row_problems,
+    space_problems,
+)
 from distflow.launch.deploy.hostfile import Host
 from distflow.launch.deploy.job_environment import (
     JobRefused,
@@ -183,6 +190,7 @@ def check_here(options: Options, loaded: LoadedRecipe, plan: Plan) -> None:
     """Raise RecipeError if this machine lacks something that the run needs."""
     needs = needs_here(plan, resume=options.resume)
     missing = [*problems_here(plan, loaded.origin), *absent_models(plan.recipe, loaded.origin)]
+    missing += [*row_problems(plan, loaded.origin), *absent_data(plan, loaded.origin)]
     if problems := missing + space_problems(options.runs_dir, needs):
         raise RecipeError(problems)
 
