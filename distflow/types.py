@@ -49,6 +49,8 @@ DROP_REASON = "drop_reason"
 """Text column that a score step may write: a group with a reason in any of its rows is dropped, not trained on."""
 UNJUDGED = "reward "
 """What such a reason begins with if the reward function failed on the sample: its score means nothing."""
+UNREWARDED = f"{UNJUDGED}missing"
+"""The same where no function judged it: all returned None or NaN."""
 LEFT_OUT = "left_out"
 """Text column: why a sample is left out of training, or "". Its rows stay, with no token trained on, and nothing that
 compares samples counts it (`distflow/data/samples.py`). The runtime writes it, and score steps may."""

@@ -11,11 +11,16 @@ import sys
 from types import ModuleType
 from typing import Any
 
+from distflow.errors import UserError
+
 
 class _Callable(ModuleType):
     def __call__(self, *given: Any, **options: Any) -> Any:
         """Start a run: see `distflow.launch.python.launch`."""
-        return importlib.import_module("distflow.launch.python").launch(*given, **options)
+        try:
+            return importlib.import_module("distflow.launch.python").launch(*given, **options)
+        except UserError as error:  # it is the caller's: no frame of this package says more
+            raise error.with_traceback(None) from None
 
 
 sys.modules[__name__].__class__ = _Callable

@@ -13,6 +13,7 @@ import itertools
 import json
 import linecache
 import os
+import re
 import shutil
 import symtable
 import sys
@@ -108,8 +109,18 @@ def new_folder(within: Path) -> Iterator[Path]:
             for one in made:
                 one.rmdir()
         if isinstance(error, RecipeError):  # it names lines of a file that is gone
-            found = [replace(one, where="launch") if folder.name in one.where else one for one in error.problems]
+            rows = rf"\S*{folder.name}/{ROWS}(?::1(?=\D))?"  # what is checked of them is the first
+            found = [
+                replace(
+                    one,
+                    where="launch" if folder.name in one.where else one.where,
+                    message=re.sub(rows, lambda match: "row 0 of data" if ":" in match[0] else "data", one.message),
+                )
+                for one in error.problems
+            ]
             raise RecipeError(found) from None
+        if type(error) is UserError and folder.name in str(error):
+            raise UserError(re.sub(rf"\S*{folder.name}/{RECIPE}:\d+", "launch", str(error))) from None
         raise
 
 
@@ -226,6 +237,8 @@ class LaunchingCode:
         self._code = None if caller is None else caller.f_code
         self._running = [frame.f_code for frame, _ in walk_stack(caller)] if caller is not None else []
         texts = [Path(self.file).read_text(encoding="utf-8")] if self.file is not None else _cells(outer)
+        self.unknown = not texts and not self._tree.body
+        """Nothing that is written there is known: it was typed at Python's prompt, or given by -c."""
         here = ast.dump(self._tree, include_attributes=True)
         self._statements: list[ast.stmt] = []
         self._calling: list[ast.stmt] = []
@@ -366,6 +379,12 @@ class Functions:
             and (place := _import_of(module, name))
         ):
             return place
+        if self.written.unknown:
+            raise UserError(
+                f"reward: {self.name_of(function)} cannot be sent to workers: Python keeps no source of what is "
+                "typed at its prompt or given by -c — use a notebook, IPython or a script, or put the function into a "
+                "file and name it: ./file.py:name"
+            )
         variable = self._variable(function)
         file = self.written.file
         if variable and file is not None and self.written.is_imported(variable) and _is_defined(file, variable):
@@ -522,14 +541,14 @@ def _source_of(name: str, what: Any, chain: Sequence[ast.stmt]) -> str:
         return "\n".join(map(ast.unparse, chain))
     try:
         return textwrap.dedent(inspect.getsource(what)).strip()
-    except (OSError, TypeError) as error:
+    except (OSError, TypeError):
         if chain:
             return "\n".join(map(ast.unparse, chain))
         raise UserError(
             f"reward: it uses {name}, {type(what).__name__}, which cannot be sent to workers by its source: no "
             "statement of the script or the cells makes it — make it within the function, or put the function into a "
             "file and name it: ./file.py:name"
-        ) from error
+        ) from None
 
 
 def _cells(scope: Mapping[str, object]) -> list[str]:

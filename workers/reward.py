@@ -20,11 +20,13 @@ from distflow.errors import StepError, UserError
 from distflow.flow.step import error_cure, error_limit, step
 from distflow.log import logger
 from distflow.runtime.steps import StepContext
-from distflow.types import DROP_REASON, FINISH_REASONS, LEFT_OUT, LOGGED, REWARD_PARTS, UNJUDGED, Completion
+from distflow.types import DROP_REASON, FINISH_REASONS, LEFT_OUT, LOGGED, REWARD_PARTS, UNJUDGED, UNREWARDED, Completion
 from distflow.workers.reward_calls import TrainerState
 from distflow.workers.reward_judging import (
     MOST_PARTS,
+    SHOWN_VALUE,
     Verdict,
+    components,
     judge_together,
     reward_function,
     shortened,
@@ -48,7 +50,6 @@ UNJUDGED_SAMPLES = "reward/unjudged"
 HANGING = "reward/hanging"
 _WATCH = RewardWatch()
 _COUNTERS = {"error": "reward/errors", "timeout": "reward/timeouts"}
-_NONE = f"{UNJUDGED}missing: every function returned None"
 _NOT_ASKED = Verdict({"reward": 0.0, "score": 0.0})
 _REASONS = {"drop": DROP_REASON, "leave_out": LEFT_OUT}
 
@@ -125,7 +126,7 @@ def verify(
     verdicts = [by_row.get(row, _NOT_ASKED) for row in range(batch.rows)]
     # What takes a shipped verifier too long is the response, and the policy should learn to write another one.
     failures = ("error",) if time_limit(spec) is not None else ("error", "timeout")
-    return batch.with_columns(**_columns(judge, verdicts, _REASONS.get(on_error), failures))
+    return batch.with_columns(**_columns(judge, verdicts, _REASONS.get(on_error), failures, _without_reward(spec)))
 
 
 def _state(batch: Batch, ctx: StepContext) -> TrainerState:
@@ -252,8 +253,9 @@ class _Tally:
             return
         if UNJUDGED_SAMPLES not in self.ctx.metrics.counts():
             log.warning(
-                "no reward function judges a sample (all returned None), so it is left out, as all such samples are; "
+                "reward function %r judges a sample by None or NaN alone, so it is left out, as all such samples are; "
                 "its task: %s",
+                self.function,
                 shortened(self.batch.texts("task")[rows[0]]),
             )
         self.ctx.metrics.add(UNJUDGED_SAMPLES, len(rows))
@@ -292,10 +294,10 @@ class _Tally:
 
 
 def _columns(
-    judge: _Judge, verdicts: Sequence[Verdict], reasons_in: str | None, failures: Sequence[str]
+    judge: _Judge, verdicts: Sequence[Verdict], reasons_in: str | None, failures: Sequence[str], without: str
 ) -> dict[str, torch.Tensor | Ragged]:
     """Return what the step writes. `reasons_in`: the field that says which samples failed, if any; `failures`: those
-    that count there."""
+    that count there; `without`: why samples are left out that no function judged."""
 
     def column(name: str, missing: float) -> torch.Tensor:
         return torch.tensor([verdict.values.get(name, missing) for verdict in verdicts], dtype=torch.float32)
@@ -306,11 +308,17 @@ def _columns(
         columns[f"{LOGGED}{name}"] = Ragged.from_texts([verdict.logged.get(name, "") for verdict in verdicts])
     if any(verdict.failure for verdict in verdicts):
         columns[f"{LOGGED}reward_error"] = Ragged.from_texts([_error_of(verdict) for verdict in verdicts])
-    reasons = {LEFT_OUT: [_NONE if verdict.unjudged else "" for verdict in verdicts]}
+    reasons = {LEFT_OUT: [without if verdict.unjudged else "" for verdict in verdicts]}
     if reasons_in is not None:
         failed = [f"{UNJUDGED}{verdict.failure}" if verdict.failure in failures else "" for verdict in verdicts]
         reasons[reasons_in] = list(map(add, reasons.get(reasons_in, repeat("")), failed))
     return columns | {name: Ragged.from_texts(texts) for name, texts in reasons.items() if any(texts)}
+
+
+def _without_reward(spec: str) -> str:
+    """Say why a sample has no reward, by the names of the functions: none of them returned a number."""
+    names = [one.name or one.function.rpartition(":")[2] for one in components(spec)]
+    return f"{UNREWARDED} ({shortened(' and '.join(names), SHOWN_VALUE)} returned None or NaN)"
 
 
 def _error_of(verdict: Verdict) -> str:

@@ -139,11 +139,24 @@ def _check_minibatches(batch: BatchConfig, problems: Problems) -> None:
         problems.add("batch.target_kl", message, "batch.epochs=2 or more, or no target_kl", others=("batch.epochs",))
     groups = batch.prompts // batch.ledgers
     if groups % batch.minibatches:
-        divisors = [n for n in range(1, groups + 1) if groups % n == 0]
-        near = sorted(sorted(divisors, key=lambda n: abs(n - batch.minibatches))[:2])
         message = f"{batch.minibatches} mini-batches do not divide the {groups} prompts of a ledger"
-        hint = f"nearest batch.minibatches: {_either(near)}; more with a larger batch.prompts / batch.ledgers"
+        hint = _minibatch_cures(batch.prompts, batch.ledgers, batch.minibatches)
         problems.add("batch.minibatches", message, hint, others=("batch.prompts", "batch.ledgers"))
+
+
+def _minibatch_cures(prompts: int, ledgers: int, minibatches: int) -> str:
+    """Say what makes mini-batches divide the prompts of a ledger: fewer ledgers if that does, more prompts, or fewer
+    mini-batches."""
+    groups, multiple = prompts // ledgers, ledgers * minibatches
+    fewer = [n for n in range(1, ledgers) if prompts % (n * minibatches) == 0]
+    divisors = [n for n in range(1, groups + 1) if groups % n == 0]
+    near = sorted(sorted(divisors, key=lambda n: abs(n - minibatches))[:2])
+    cures = [
+        *(f"batch.ledgers={n}" for n in fewer[-1:]),
+        f"batch.prompts={-(-prompts // multiple) * multiple} (with {ledgers} ledger{'s' * (ledgers > 1)})",
+        f"batch.minibatches={_either(near)}",
+    ]
+    return ", or ".join(cures)
 
 
 def _check_models(models: Mapping[str, ModelConfig], problems: Problems) -> None:

@@ -43,6 +43,20 @@ def is_absent(name: str) -> bool:
     return not isinstance(try_to_load_from_cache(name, "config.json"), str) and bool(settle_hub())
 
 
+def is_data_absent(name: str) -> bool:
+    """Tell whether a data set of the hub, `owner/name`, is in no cache of this machine and not to be had from the hub.
+
+    False of what may be something else that `datasets` loads, such as a folder.
+    """
+    if name.count("/") != 1 or Path(name).exists():
+        return False
+    home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
+    downloaded = Path(os.environ.get("HF_HUB_CACHE") or home / "hub") / f"datasets--{name.replace('/', '--')}"
+    prepared = Path(os.environ.get("HF_DATASETS_CACHE") or home / "datasets") / name.replace("/", "___")
+    here = (downloaded, prepared, prepared.with_name(prepared.name.lower()))
+    return not any(folder.is_dir() for folder in here) and bool(settle_hub())
+
+
 def not_found(name: str, *, data: bool = False) -> str:
     """Say why a model or data set of the hub is not here and how to bring it here; empty if the hub can be reached."""
     why = settle_hub()

@@ -83,6 +83,23 @@ def read(path: Path, check: Check, *, split: str | None = None) -> Table:
     return tables[0] if len(tables) == 1 else Tables(tables)
 
 
+def first_row(path: Path, *, split: str | None = None) -> tuple[str, Row] | None:
+    """Read the first row of JSON lines, and its place as `file:line`; None of other files, which take longer to open.
+
+    Raises UserError for what is no row, and where there is none.
+    """
+    for file in data_files(path, split).files:
+        if file.suffix not in (".jsonl", ".ndjson"):
+            return None
+        with file.open("rb") as opened:
+            for number, line in enumerate(opened, 1):
+                text = line.removeprefix(_MARK) if number == 1 else line
+                if text.strip(_BLANK):
+                    where = f"{shown(file)}:{number}"
+                    return where, checked_row(text, where)
+    raise UserError(f"{shown(path)} has no rows — expected one prompt at least")
+
+
 def _open(file: Path, check: Check, *, saved: bool) -> Table:
     kind = kind_of(file)
     if saved or kind == ".parquet":

@@ -24,7 +24,7 @@ from distflow.errors import WorkerFailed
 from distflow.exchange.entry import Entry
 from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.messages import Lease, LeasePrompt, PromptAt
-from distflow.types import Scores, Uid, Version
+from distflow.types import UNREWARDED, Scores, Uid, Version
 
 SAMPLES_LEFT_OUT = "samples left out"
 """How reasons begin of groups of which too few samples are left; behind it is why most of the others were left out."""
@@ -32,6 +32,10 @@ _WHERE_DROPPED = "Look at the rewards of the samples, in rollouts/ of the run fo
 _WHERE_LEFT_OUT = (
     "The logs of the workers that generate and judge show what failed: mend it, or see on_error and max_error_rate of "
     "that step; responses that are cut off need a higher max_new_tokens"
+)
+_WHERE_UNREWARDED = (
+    "No step failed: the reward functions named returned no number for these samples, which leaves them out. Return a "
+    "number for each, take prompts that none of them judges out of the data"
 )
 _TOLD = 4
 """Reasons for which groups were dropped, in the error: the most frequent ones."""
@@ -277,8 +281,10 @@ class Ledger:
         count, limit = self.refills.total(), settings.refill_limit * open_steps
         if count <= limit:
             return None
-        left_out = any(reason.startswith(SAMPLES_LEFT_OUT) for reason in self.refills)
+        left_out = [reason for reason in self.refills if reason.startswith(SAMPLES_LEFT_OUT)]
         cure = _WHERE_LEFT_OUT if left_out else _WHERE_DROPPED
+        if left_out and all(UNREWARDED in reason for reason in left_out):
+            cure = _WHERE_UNREWARDED
         told = self.refills.most_common(_TOLD)
         reasons = ", ".join(f"{reason}: {n}" for reason, n in told) + (", …" if len(self.refills) > _TOLD else "")
         return RefillsExhausted(

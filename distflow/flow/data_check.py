@@ -11,9 +11,12 @@ from distflow.config.data_schema import MOST_FED_ROWS, DataConfig, SourceConfig
 from distflow.config.paths import FED, HUB_PREFIX, is_data_file
 from distflow.config.schema import Recipe
 from distflow.errors import PluginError, Problems, UserError, did_you_mean
+from distflow.flow.plan import Plan
 from distflow.flow.resolve import Value, find_named
-from distflow.flow.step_declaration import read_parameters
-from distflow.flow.step_settings import complaints
+from distflow.flow.reward_form import REWARD as FUNCTION
+from distflow.flow.reward_form import find_signature, needed_columns
+from distflow.flow.step_declaration import read_declaration, read_parameters
+from distflow.flow.step_settings import complaints, functions_of
 from distflow.flow.structure import Structure
 from distflow.types import REWARD, written
 
@@ -31,6 +34,23 @@ def all_sources(recipe: Recipe) -> Iterator[tuple[str, SourceConfig]]:
     yield from keyed_sources(recipe.data)
     if recipe.val is not None and recipe.val.data is not None:
         yield from keyed_sources(recipe.val.data, "val.data")
+
+
+def reward_calls(plan: Plan) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield users' own reward functions that judge samples of the data's prompts, with the names of their settings."""
+    for step in plan.steps:
+        spec = read_declaration(step.call).spec if step.role == "score" and not step.prefix else None
+        for setting, positional in spec.plugins.items() if spec is not None else ():
+            if tuple(positional) == FUNCTION:
+                yield from functions_of(step.settings.get(setting)).values()
+
+
+def columns_called_with(plan: Plan) -> dict[str, str]:
+    """Find the columns without which a reward function that takes lists cannot be called, each with its function."""
+    calls = dict(reward_calls(plan))
+    found = {call: find_signature(call) for call in calls}
+    lists = {call: one for call, one in found.items() if one is not None and one.form == "lists"}
+    return {column: call for call, one in lists.items() for column in needed_columns(one, calls[call])}
 
 
 def check_data(data: DataConfig, problems: Problems, missing: Problems, section: str = "data") -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 from distflow.config.check import Where
 from distflow.config.plugins import BACKENDS, ENGINES, full_name
@@ -244,6 +245,17 @@ def _warnings(recipe: Recipe, structure: Structure) -> Iterator[str]:
             f"warning: batch.samples_per_prompt is 1, and step {relative[0]!r} compares the samples of a prompt with "
             "each other, but there is only one — use 2 or more, or another advantage"
         )
+    greedy = [node.name for node in structure.steps if node.role == "generate" and _is_greedy(node.settings)]
+    if recipe.batch.samples_per_prompt > 1 and relative and greedy:
+        yield (
+            f"warning: step {greedy[0]!r} takes the likeliest token each time, and step {relative[0]!r} compares the "
+            "samples of a prompt with each other: they are all alike, so there is nothing to learn — "
+            "a temperature above 0, such as 1"
+        )
+
+
+def _is_greedy(settings: Mapping[str, Any]) -> bool:
+    return settings.get("temperature") == 0 or settings.get("top_k") == 1
 
 
 def _two_divergences(structure: Structure) -> Iterator[str]:

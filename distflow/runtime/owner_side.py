@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatch
 from functools import partial
@@ -47,15 +47,16 @@ from distflow.exchange.prompt_reader import PromptReader
 from distflow.exchange.sample_channel import InboundSamples
 from distflow.exchange.store_channel import KINDS as STORE_KINDS
 from distflow.exchange.store_channel import OWNERS, ClientStep, SampleStore, refusal
+from distflow.flow.data_check import columns_called_with, reward_calls
 from distflow.flow.edges import SAMPLES
 from distflow.flow.imported_step import check_step
 from distflow.flow.memory import MIB
 from distflow.flow.plan import Plan, StepPlan
 from distflow.flow.resolve import resolve
-from distflow.flow.reward_form import REWARD, find_signature, needed_columns
+from distflow.flow.reward_form import find_signature
 from distflow.flow.step import READ, reads_all_turns, response_tokens
 from distflow.flow.step_declaration import read_declaration
-from distflow.flow.step_settings import chosen_shipped, functions_of
+from distflow.flow.step_settings import chosen_shipped
 from distflow.log import logger
 from distflow.runtime.assembly import Setting
 from distflow.runtime.disk import ConsumerList
@@ -122,21 +123,17 @@ def uses_of(plan: Plan) -> Uses:
     """Return what the flow does with the rows of the data."""
     if plan.reads is not None:
         return Uses(reading_of(plan), {}, {}, prompts=False)
-    calls = dict(_reward_calls(plan))
+    calls = dict(reward_calls(plan))
     signatures = {call: find_signature(call) for call in calls}
-    lists = {call: found for call, found in signatures.items() if found is not None and found.form == "lists"}
-    columns = {column: call for call, found in lists.items() for column in needed_columns(found, calls[call])}
+    forms = [None if found is None else found.form for found in signatures.values()]
     # Of a function whose source does not tell, it is not known.
-    return Uses(None, needs_of(plan), columns, prompts=bool(lists) or None in signatures.values(), own=[*calls])
-
-
-def _reward_calls(plan: Plan) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield users' own reward functions that judge samples of the data's prompts, with the names of their settings."""
-    for step in plan.steps:
-        spec = read_declaration(step.call).spec if step.role == "score" and not step.prefix else None
-        for setting, positional in spec.plugins.items() if spec is not None else ():
-            if tuple(positional) == REWARD:
-                yield from functions_of(step.settings.get(setting)).values()
+    return Uses(
+        None,
+        needs_of(plan),
+        columns_called_with(plan),
+        prompts="lists" in forms or None in forms,
+        own=[*calls],
+    )
 
 
 def needs_of(plan: Plan) -> dict[str, str]:

@@ -96,7 +96,13 @@ def validate(recipe: str, overrides: tuple[str, ...], deep: bool, elsewhere: boo
     from distflow.flow.model_fit import position_problems
     from distflow.flow.plan_text import notes_of
     from distflow.flow.recipe_check import check_imports, plan_recipe
-    from distflow.launch.deploy.host_checks import capacity_for, problems_here, slow_here
+    from distflow.launch.deploy.host_checks import (
+        absent_data,
+        capacity_for,
+        problems_here,
+        row_problems,
+        slow_here,
+    )
     from distflow.launch.deploy.placement import placement_lines
 
     loaded, plan = plan_recipe(recipe, overrides, need_files=hosts is None)
@@ -106,6 +112,7 @@ def validate(recipe: str, overrides: tuple[str, ...], deep: bool, elsewhere: boo
         problems += [
             replace(one, hint=f"{one.hint}; for other machines there are --elsewhere and --hosts FILE") for one in here
         ]
+        problems += row_problems(plan, loaded.origin)
     placement = None if hosts is None else _placed(plan, hosts, loaded.origin)
     seen = UNSEEN if elsewhere else capacity_for(plan, placement)
     if deep:
@@ -122,6 +129,8 @@ def validate(recipe: str, overrides: tuple[str, ...], deep: bool, elsewhere: boo
     )
     if first:
         click.echo(first)
+    for absent in [] if elsewhere or hosts is not None else absent_data(plan, loaded.origin):
+        click.echo(f"warning: {absent}")
     for line in [] if placement is None else placement_lines(plan, placement):
         click.echo(line)
     # Where the recipe is for other machines, their number is not known.

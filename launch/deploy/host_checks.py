@@ -16,11 +16,16 @@ from shutil import which
 from typing import TYPE_CHECKING, Any, Literal
 
 from distflow.config.data_files import in_arrow
-from distflow.config.hub import is_absent, not_found
+from distflow.config.hub import is_absent, is_data_absent, not_found
 from distflow.config.paths import HUB_PREFIX, is_data_file, looks_like_path
 from distflow.config.plugins import ENGINES, HUB, LIBRARIES, NIXL, PARQUET
 from distflow.config.schema import Recipe
-from distflow.errors import Problem
+from distflow.data.files import first_row
+from distflow.data.formats import PROMPT
+from distflow.data.gold import ANSWER
+from distflow.data.rows import check_columns, prompt_of
+from distflow.errors import Problem, UserError
+from distflow.flow.data_check import all_sources, columns_called_with
 from distflow.flow.families import needs_gpu, only_on_gpus
 from distflow.flow.lanes import nixl_pools
 from distflow.flow.memory_fit import Capacity, HostCapacity, with_gpus
@@ -261,6 +266,43 @@ def absent_models(recipe: Recipe, where: Callable[[str], str]) -> Iterator[Probl
             reason, _, cure = not_found(path).partition(" — ")
             key = f"models.{name}.path"
             yield Problem(where(key), key, f"{path}: {reason}", cure)
+
+
+def absent_data(plan: Plan, where: Callable[[str], str]) -> Iterator[Problem]:
+    """Yield a problem for each data set of the hub that this machine can have from nowhere."""
+    for key, source in all_sources(plan.recipe):
+        if source.source.startswith(HUB_PREFIX) and is_data_absent(name := source.source.removeprefix(HUB_PREFIX)):
+            reason, _, cure = not_found(name, data=True).partition(" — ")
+            key = f"{key}.source"
+            yield Problem(where(key), key, f"the data set hub:{name} cannot be loaded: {reason}", cure)
+
+
+def row_problems(plan: Plan, where: Callable[[str], str]) -> Iterator[Problem]:
+    """Yield what is wrong with the first rows of files."""
+    called = {} if plan.reads is not None else columns_called_with(plan)
+    for key, source in all_sources(plan.recipe):
+        try:
+            if is_data_file(source.source) and (found := first_row(Path(source.source), **source.with_)) is not None:
+                _check_first(*found, source.fields, called)
+        except UserError as error:
+            message, _, cure = str(error).partition(" — ")
+            yield Problem(where(f"{key}.source"), f"{key}.source", message, cure)
+
+
+def _check_first(place: str, row: Mapping[str, Any], fields: Mapping[str, str], called: Mapping[str, str]) -> None:
+    """Raise UserError unless a row has a prompt and all columns with which reward functions are called."""
+    try:
+        check_columns(list(row), fields)
+        there = prompt_of(row, fields).task if called else {}
+    except UserError as error:
+        raise UserError(f"{place}: {error}") from error
+    for column, function in called.items():
+        if column not in (*there, ANSWER, PROMPT):  # those that a conversation may have without a column
+            raise UserError(
+                f"{place} has no column {column!r}, with which reward {function} is called; there are "
+                f"{', '.join(there) or 'none besides the prompt'} — data.fields.{column}=COLUMN, or a default for this "
+                "parameter"
+            )
 
 
 def space_problems(runs_dir: Path, needs: Needs) -> list[Problem]:

@@ -36,10 +36,12 @@ from distflow.launch.deploy.folder_contents import (
     write_all,
 )
 from distflow.launch.deploy.host_checks import (
+    absent_data,
     absent_models,
     capacity,
     job_notes,
     problems_here,
+    row_problems,
     slow_here,
     space_problems,
 )
@@ -190,6 +192,7 @@ def check_here(options: Options, loaded: LoadedRecipe, plan: Plan) -> None:
     """Raise RecipeError if this machine lacks something that the run needs."""
     needs = needs_here(plan, resume=options.resume)
     missing = [*problems_here(plan, loaded.origin), *absent_models(plan.recipe, loaded.origin)]
+    missing += [*row_problems(plan, loaded.origin), *absent_data(plan, loaded.origin)]
     if problems := missing + space_problems(options.runs_dir, needs):
         raise RecipeError(problems)
 

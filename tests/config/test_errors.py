@@ -361,6 +361,17 @@ def test_no_words_of_the_libraries_underneath(tmp_path: Path) -> None:
             ["batch.ledgers=32"],
             "command line: batch.ledgers — 2 mini-batches do not divide",
         ),
+        (
+            "",
+            ["batch.prompts=8", "batch.minibatches=2"],
+            "the 1 prompts of a ledger — batch.ledgers=4, or batch.prompts=16",
+        ),
+        (
+            "batch: {prompts: 12, ledgers: 6}\n",
+            ["batch.minibatches=4"],
+            "batch.ledgers=3, or batch.prompts=24 (with 6 ledgers), or batch.minibatches=1 or 2",
+        ),
+        ("", ["batch.prompts=8", "batch.minibatches=3"], "of a ledger — batch.prompts=24 (with 8 ledgers), or batch.m"),
         ("", ["batch.minibatches=3"], "command line: batch.minibatches — 3 mini-batches do not divide the 4 prompts"),
         (
             "batch: {target_kl: 0.1, epochs: 2}\n",

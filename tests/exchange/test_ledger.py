@@ -140,6 +140,23 @@ def test_endless_drops_end_with_their_reasons() -> None:
     assert "training step 1, ledger 0: 4 groups were dropped (zero variance: 3, reward error: 1)" in str(error)
 
 
+@pytest.mark.parametrize(
+    ("reasons", "cure"),
+    [
+        (["samples left out, reward missing (f returned None or NaN)"], "No step failed: the reward functions named"),
+        (["samples left out, reward missing (f and g returned None or NaN)", "dull"], "Return a number for each"),
+        (["samples left out, ConnectionError"], "The logs of the workers"),
+        (["samples left out, reward missing (f returned None or NaN)", "samples left out, cut"], "The logs of the"),
+        (["dull"], "Look at the rewards of the samples"),
+    ],
+)
+def test_the_cure_is_that_of_what_dropped_the_groups(reasons: list[str], cure: str) -> None:
+    ledger = new_ledger(replace(ONE, max_refills=0))
+    for reason in reasons:
+        ledger.drop(ledger.lease(0, 0.0).lease.k, reason)
+    assert cure in str(ledger.exhausted())
+
+
 def test_drops_count_anew_in_every_step() -> None:
     ledger = new_ledger(replace(ONE, max_refills=2))
     for _ in range(3):

@@ -200,6 +200,13 @@ def test_settings_that_transformers_refuses_are_found_by_a_deep_look() -> None:
     )
 
 
+@pytest.mark.parametrize("greedy", [f"{SAMPLE}.temperature=0", f"{SAMPLE}.temperature=0.0", f"{SAMPLE}.top_k=1"])
+def test_samples_that_are_all_alike_are_warned_of_where_they_are_compared(greedy: str) -> None:
+    (warning,) = planned(greedy).warnings
+    assert warning.startswith("warning: step 'sample' takes the likeliest token each time, and step 'advantage' comp")
+    assert planned(f"{SAMPLE}.temperature=0.1").warnings == ()
+
+
 def test_one_sample_a_prompt_is_warned_of_where_samples_are_compared(folder: Folder) -> None:
     (warning,) = planned("batch.samples_per_prompt=1").warnings
     assert warning.startswith("warning: batch.samples_per_prompt is 1, and step 'advantage' compares the samples")

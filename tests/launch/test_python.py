@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -14,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 import distflow
 from distflow.errors import RecipeError, UserError, WorkerFailed
 from distflow.launch.cli import run as command
+from distflow.launch.commands.config import validate
 from distflow.launch.deploy.stop_run import stop_run
 from distflow.launch.run.process_table import host_part, leftovers
 from distflow.launch.run.record import read_record
@@ -144,6 +147,60 @@ def test_all_problems_of_a_recipe_are_raised_at_once(tmp_path: Path) -> None:
 def test_arguments_are_refused(tmp_path: Path, given: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         distflow.launch(**{"recipe": "quickstart", "runs_dir": tmp_path / "runs", **given})
+
+
+def test_a_refusal_names_no_file_that_only_the_call_has_written(tmp_path: Path) -> None:
+    rows = [{"prompt": "1=", "answer": "1"}]
+    with pytest.raises(UserError, match=r"^launch: data\.max_prompt_tokens — 512 tokens") as raised:
+        distflow.launch(model="tiny", data=rows, reward="exact_match", runs_dir=tmp_path / "runs")
+    assert len(raised.traceback) == 2, "the frames are those of the caller and of the call"
+    assert not (tmp_path / "runs").exists()
+
+
+GOLD = """
+def mine(completions, gold, **kwargs):
+    return [1.0 for _ in completions]
+"""
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ([{"question": "1=", "gold": "1"}], r"data\.source — row 0 of data: there is no column 'prompt'"),
+        ([], r"data\.source — data has no rows"),
+        ([{"prompt": "1="}], r"row 0 of data has no column 'gold', with which reward .*mine is called; there are none"),
+        ("hub:nobody/nothing-of-the-kind", r"hub:nobody/nothing-of-the-kind cannot be loaded: it is not in the cache"),
+    ],
+)
+def test_data_that_lack_something_are_refused_before_a_worker_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: Any, message: str
+) -> None:
+    monkeypatch.setattr("distflow.config.hub.settle_hub", lambda: "HF_HUB_OFFLINE is set")
+    (tmp_path / "judge.py").write_text(GOLD)
+    few = ["data.max_prompt_tokens=8"]
+    given = {"model": "tiny", "reward": f"{tmp_path}/judge.py:mine", "overrides": few, "runs_dir": tmp_path / "runs"}
+    with pytest.raises(RecipeError, match=message):
+        distflow.launch(data=data, **given)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["data.fields.prompt=question"], r"data\.source — .*d\.jsonl:2: there is no column 'question'"),
+        (["+val.data.source=empty.jsonl", "+val.every=1"], r"val\.data\.source — empty\.jsonl has no rows"),
+        ([], ""),
+    ],
+)
+def test_validate_looks_at_the_first_row_of_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "d.jsonl").write_text('\n{"prompt": "1=", "answer": "1"}\n')
+    (tmp_path / "empty.jsonl").write_text("\n\n")
+    told = CliRunner().invoke(validate, ["quickstart", "data.source=d.jsonl", "data.with={}", *overrides])
+    shown = told.output + str(told.exception or "")
+    assert re.search(message or r"^ok: quickstart", shown), shown
 
 
 def test_no_run_to_load(tmp_path: Path) -> None:

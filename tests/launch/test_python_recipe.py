@@ -172,6 +172,32 @@ def test_rewards_by_name_have_weights_and_settings_as_in_a_recipe(notebook: Note
     assert written["batch"]["prompts"] == 4
 
 
+TYPED = """
+import distflow
+from functools import partial
+def mine(completions, **kwargs): return [1.0 for _ in completions]
+
+def told(reward):
+    try: distflow.launch(model="tiny", data=[{"prompt": "1=", "gold": "1"}], reward=reward)
+    except ValueError as error:
+        print(error.__cause__, str(error).replace("\\n", " "))
+
+told(mine)
+told(lambda sample: 1.0)
+told({"a": {"function": partial(mine, scale=2), "weight": 0.5}})
+"""
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 13), reason="its prompt keeps the source")
+def test_what_is_typed_at_the_prompt_is_refused_with_where_to_write_it(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-i", "-q"], input=TYPED, capture_output=True, text=True, timeout=60, cwd=tmp_path, check=True
+    )
+    lines = done.stdout.splitlines()
+    assert [line.split()[:3] for line in lines] == [["None", "reward:", name] for name in ("mine", "function", "mine")]
+    assert all("Python keeps no source of what is typed at its prompt" in line for line in lines), done.stderr
+
+
 def test_what_is_no_value_of_a_recipe_is_refused_by_its_key(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"batch": {"prompts": 8}, "run": {"trackers": [{"a": object()}]}}
     with pytest.raises(UserError, match=r"launch: run\.trackers\.0\.a is object; a recipe has text, numbers"):

@@ -187,7 +187,7 @@ def test_none_is_left_out_of_the_sum_and_all_none_of_training(file: Path) -> Non
     judged = verify(batch(["4", "5", "6", "7"], tasks), ctx, function=function)
     assert judged.dense("reward").tolist() == [2.0, 20.0, 0.0, 3.5]
     assert judged.dense("score").tolist() == [4.0, 10.0, 0.0, 7.0], "of the first that judges the sample"
-    assert judged.texts("left_out") == ["", "", "reward missing: every function returned None", ""]
+    assert judged.texts("left_out") == ["", "", "reward missing (math and code returned None or NaN)", ""]
     parts = judged.dense("rewards/math").tolist()
     assert (parts[0], parts[3]) == (4.0, 7.0)
     assert judged.dense("rewards/math").isnan().tolist() == [False, True, True, False]

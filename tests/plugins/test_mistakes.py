@@ -242,6 +242,14 @@ def nan_reward(sample):
     return float("nan") if not sample.response.strip() else 1.0
 
 
+def nones(completions, **kwargs):
+    return [None for _ in completions]
+
+
+def nans(completions, **kwargs):
+    return [float("nan")] * len(completions)
+
+
 def text_reward(sample):
     return "1.0"
 
@@ -398,6 +406,8 @@ MISTAKES = {
     "wrong_shape": r"advantage function .* returned shape \[11\]; expected a tensor with one value per sample, \[12\]",
     "of_the_batch": r"its scope is 'group', but what a group gets depends on the others",
     "nan_reward": r"(?s)fails on 15 of \d+ responses, first on '' .*returned reward = nan; expected a finite number",
+    "nones": r"gives none of 6 responses to 2 prompts a reward, but None or NaN: .* — return a number",
+    "nans": r"gives none of 6 responses to 2 prompts a reward, but None or NaN: .* — return a number",
     "text_reward": r"returned reward = '1\.0'; expected a number",
     "no_reward_key": r"returned keys \['score'\]; expected a number, or a key 'reward'",
     "raises": r"(?s)judge\.py.*sample\.task\[.solution.\].*KeyError.*Its task was made up, \{'answer': .*--data",

@@ -23,6 +23,10 @@ def never(sample: Any) -> float:
     raise ValueError("no judge is there")
 
 
+def unrewarded(completions: list[str], **kwargs: Any) -> list[float | None]:
+    return [None if index % 2 else float("nan") for index, _ in enumerate(completions)]
+
+
 def for_some_prompts(sample: Any) -> float:
     """Fails for a prompt whose last digit is odd, so for whole groups."""
     if int(sample.prompt.removesuffix("=")) % 2:

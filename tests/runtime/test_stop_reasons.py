@@ -83,6 +83,11 @@ REASONS = {
         ],
         r"RefillsExhausted: .*dropped \(samples left out, ConnectionError: \d+\) .*on_error and max_error_rate of that",
     ),
+    "no reward for any sample": (
+        [f"flow.steps.reward.with.function={HERE}:unrewarded", "batch.max_refills=0"],
+        r"RefillsExhausted: .*dropped \(samples left out, reward missing \(unrewarded returned None or NaN\): \d+\) "
+        r".*No step failed: .* Return a number for each",
+    ),
     "episodes that fail": (
         [
             f"flow.steps.sample.call={FAILING}:half",

@@ -115,8 +115,12 @@ def _judges_together(
     prompts = [(prompt, json.loads(text)) for prompt, text in tasks[:2]]
     samples = [_completion(prompt, response, task, "stop") for prompt, task in prompts for response in DIFFERENT]
     report.begin(f"judging {len(samples)} responses by one call")
-    failed = [verdict for verdict in judge_together(function, samples) if verdict.failure]
+    verdicts = judge_together(function, samples)
+    failed = [verdict for verdict in verdicts if verdict.failure]
     to = f"to {len(prompts)} prompt{'s' * (len(prompts) > 1)}"
+    if all(verdict.unjudged for verdict in verdicts):
+        _tell_unjudged(subject, report, samples, to)
+        return False
     if not failed:
         report.add("ok", f"judges {len(samples)} responses {to} by one call")
         return True
@@ -127,6 +131,14 @@ def _judges_together(
         f"{failed[0].message}{_made_up(subject, samples[0])}",
     )
     return False
+
+
+def _tell_unjudged(subject: Subject, report: SuiteReport, samples: Sequence[Completion], to: str) -> None:
+    report.add(
+        "wrong",
+        f"gives none of {len(samples)} responses {to} a reward, but None or NaN: samples that no function judges are "
+        f"left out, so nothing would be trained on — return a number{_made_up(subject, samples[0])}",
+    )
 
 
 def _judged(function: Rewards, report: SuiteReport, samples: Sequence[Completion]) -> list[Verdict]:
@@ -158,7 +170,11 @@ def _tell_failures(
     if not failed:
         parts = sorted({name for verdict in verdicts for name in verdict.values} - {"reward", "score"})
         more = f", and {', '.join(parts)}" if parts else ""
-        report.add("ok", f"gives {len(samples)} responses, odd ones among them, a finite reward{more}")
+        judged = sum(not verdict.unjudged for verdict in verdicts)
+        of = f"{judged} of {len(samples)}" if judged < len(samples) else str(judged)
+        report.add("ok", f"gives {of} responses, odd ones among them, a finite reward{more}")
+        if judged < len(samples):
+            report.add("note", f"gives the other {len(samples) - judged} None or NaN: such samples are left out")
         return
     sample, verdict = failed[0]
     report.add(
@@ -198,7 +214,7 @@ def _tell_gold(
     scores: dict[bool, list[float]] = {True: [], False: []}
     for sample, verdict in zip(samples, verdicts, strict=True):
         answers = gold_answers(sample.task)
-        if answers and not verdict.failure:
+        if answers and verdict.values:
             gold = {form.format(as_written(answers[0])) for form in FORMS}
             scores[sample.response in gold].append(verdict.values["score"])
     if subject.data is None or not (scores[True] and scores[False]):
