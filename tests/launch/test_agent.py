@@ -82,7 +82,7 @@ def test_a_killed_training_worker_ends_the_run_with_a_cure_where_that_is_wished(
     assert run.agent.wait(30) == 3
     failure = run.record().failure
     assert "trainer/0 was killed by signal 9 (SIGKILL" in failure.message
-    assert "--run fake-0 --resume" in failure.message
+    assert f"--run fake-0 --runs-dir {run.run_dir.parent} --resume" in failure.message
     assert run.leftovers() == []
 
 
