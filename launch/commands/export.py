@@ -207,7 +207,8 @@ def export_checkpoint(
     texts = _some_texts(run_dir)
     for _ in range(TRIES):
         folder = _named(run_dir, step) if step is not None else (yield from _newest(run_dir))
-        yield f"exporting training step {step_of(folder)} from {folder}"
+        loads = ", and loading it again to compare: minutes, for large models"
+        yield f"exporting training step {step_of(folder)} from {folder}{loads}"
         try:
             lines: list[str] = export(
                 CheckpointReader(folder, "").model(name),

@@ -214,5 +214,8 @@ def failure_report(record: RunRecord, failure: Failure) -> Iterator[str]:
     yield f"{record.name}: {failure.worker} failed ({failure.error}): {failure.message}"
     yield f"log: {failure.log}"
     if record.exit_code == STOPPED:
-        yield "it failed while the run was being stopped: its last checkpoint may be missing"
+        steps = [commit.step for _, commit in commits(checkpoints_of(record.path))]
+        found = f"the newest one here is of training step {max(steps)}" if steps else "there is none here"
+        then = "" if steps else ", so that a resume begins at training step 1"
+        yield f"it failed while the run was being stopped, and may have saved no last checkpoint: {found}{then}"
     yield f"exit code {record.exit_code}"
