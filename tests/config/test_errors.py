@@ -215,7 +215,7 @@ SEVERAL = {
         "actor_rollout_ref.actor.ppo_mini_batch_size=60": "did you mean batch.minibatches (their number: ",
         "data.train_batch_size=8": "did you mean batch.prompts (",
         "algorithm.adv_estimator=rloo": "did you mean flow=rloo?",
-        "algorithm.gamma=0.9": "flow.steps.gae.with.gamma, of flow=ppo",
+        "algorithm.gamma=0.9": "did you mean flow.steps.gae.with.gamma (of flow=ppo)?",
         "trainer.mystery=3": "nothing here is known to stand for it (docs/from-other-tools.md)",
         "trainer.save_freq=3": "did you mean run.save_every?",
     },

@@ -202,7 +202,7 @@ def test_workers_import_nothing_that_is_not_asked_for():
     names = [*WORKER, *BESIDE]
     asked = {modules.get(name, name) for name in names}
     # They come with what is asked for.
-    asked |= {"pydantic_core", "tokenizers", "fsspec"}
+    asked |= {"pydantic_core", "tokenizers", "fsspec", "huggingface_hub"}
     found = set()
     for folder in ("distflow", "workers"):
         # No worker imports the benchmarks: tests/test_layers.py.
