@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distflow.config.hub import not_found, settle_hub
+from distflow.config.hub import loading
 from distflow.config.paths import CHARS_PREFIX
 from distflow.errors import UserError
 from distflow.flow.families import usual_attention
@@ -178,14 +178,8 @@ def _config_from_path(path: str) -> PretrainedConfig:
     from transformers import AutoConfig
 
     _check_path(path)
-    of_hub = not Path(path).is_dir()
-    if of_hub:
-        settle_hub()
-    try:
+    with loading("models: cannot read a model from path", path, _brief):
         return AutoConfig.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        why = (not_found(path) if of_hub and isinstance(error, OSError) else "") or _brief(error)
-        raise UserError(f"models: cannot read a model from path {path!r}: {why}") from error
 
 
 def _check_path(path: str) -> None:

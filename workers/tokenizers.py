@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from distflow.config.hub import not_found, settle_hub
+from distflow.config.hub import loading
 from distflow.config.paths import CHARS_PREFIX
 from distflow.errors import UserError
 from distflow.log import logger
@@ -131,6 +131,10 @@ class CharTokenizer:
         self.pretrained.save_pretrained(folder)
 
 
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
 class PretrainedTokenizer:
     """A Hugging Face tokenizer from a folder or the hub. Any thread may use it: those of episodes do, beside the one
     that decodes, and a fast tokenizer changes its own settings when it encodes."""
@@ -138,16 +142,8 @@ class PretrainedTokenizer:
     def __init__(self, name: str, further_ends: Sequence[int] = ()) -> None:
         from transformers import AutoTokenizer
 
-        of_hub = not Path(name).is_dir()
-        if of_hub:
-            settle_hub()
-        try:
+        with loading("models: cannot read a tokenizer from", name, _first_line):
             self.pretrained = AutoTokenizer.from_pretrained(name)
-        except (OSError, ValueError) as error:
-            reason = (not_found(name) if of_hub and isinstance(error, OSError) else "") or str(error).strip().partition(
-                "\n"
-            )[0]
-            raise UserError(f"models: cannot read a tokenizer from {name!r}: {reason}") from error
         # For a folder without one, transformers makes an empty one of the model's family.
         if len(self.pretrained) <= len(self.pretrained.get_added_vocab()):
             raise UserError(

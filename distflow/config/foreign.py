@@ -175,7 +175,8 @@ def _ungiven(unknown: list[str], line: int, file: Path) -> str:
 _OF_PARSER = ("config", "env")
 """Options that are no arguments of the trainer."""
 _LISTS = ("reward_funcs", "lora_target_modules", "report_to", "reward_weights")
-_ENDS = re.compile(r"^(\||\|\||&&?|;|\d?>.*|\$@)$")
+_REDIRECTS = re.compile(r"\d?>")
+"""What begins with it is no option: commands end before."""
 
 
 def _options(file: Path, text: str) -> Foreign | None:
@@ -275,7 +276,7 @@ def _read_options(words: list[str]) -> dict[str, Any]:
     given: dict[str, list[Any]] = {}
     key = ""
     for word in words:
-        if _ENDS.match(word):
+        if _REDIRECTS.match(word):
             break
         if word.startswith("--"):
             key, equals, value = word[2:].partition("=")

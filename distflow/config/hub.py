@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from distflow.config.paths import SMOLLM2
+from distflow.errors import UserError
 
 ENDPOINT = "https://huggingface.co"
 PATIENCE_S = 5.0
@@ -70,6 +73,20 @@ def not_found(name: str, *, data: bool = False) -> str:
         f"it is not in the cache, {cached}, and {why} — where there is a network, `hf download {kind}{name}` puts it "
         f"there (`--local-dir FOLDER`: into a folder); or give what is on this machine: {instead}"
     )
+
+
+@contextmanager
+def loading(what: str, name: str, brief: Callable[[Exception], str]) -> Iterator[None]:
+    """Load something of a model, which is a folder or has a name of the hub. Raises UserError for what cannot be read,
+    which begins with `what`, and has the reason why the hub cannot be asked, or what `brief` makes of the error."""
+    of_hub = not Path(name).is_dir()
+    if of_hub:
+        settle_hub()
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        why = not_found(name) if of_hub and isinstance(error, OSError) else ""
+        raise UserError(f"{what} {name!r}: {why or brief(error)}") from error
 
 
 def _unreachable() -> str:

@@ -63,15 +63,14 @@ class _Fields:
         parts = text.split()
         if text[:1].isspace():
             self.close()
-        for number, part in enumerate(parts):
-            self.close() if number else None
-            self.add(part)
+        self.several(parts)
         if parts and text[-1:].isspace():
             self.close()
 
     def several(self, texts: list[str]) -> None:
         for number, text in enumerate(texts):
-            self.close() if number else None
+            if number:
+                self.close()
             self.add(text)
 
     def close(self) -> None:

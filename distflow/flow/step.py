@@ -168,8 +168,8 @@ def step(
     is truthy, for example `{"kl": "kl_coef"}`. `samples`: of a read step, how many it makes of a row at most.
     `reads_if_there`: fields that the step reads if another one writes them. `widths`: fields with several values for
     each response token, and the setting that says how many, for example `{"candidate_ids": "top_k"}`. `own_model`:
-    whether the step's model must be another one than the policy. `setup`, no literal but a name: an async context
-    manager over ctx, entered before the first episode of a generate step; what it yields is `ctx.shared`.
+    whether the model must be another one than the policy. `setup`, no literal but a name: an async context manager over
+    ctx, entered before the first episode of a generate step; what it yields is `ctx.shared`.
     """
     named, functions = choices or {}, plugins or {}
     some = _of_some(of_some)

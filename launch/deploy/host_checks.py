@@ -170,10 +170,12 @@ def capacity_for(plan: Plan, placement: WorkerPlacement | None, gpu_gib: float |
 
 def slow_here(plan: Plan) -> Iterator[str]:
     """Yield what this machine would compute many times slower than it need."""
-    devices = {worker.device for worker in plan.workers}
-    on_cpu = "cpu" in devices or ("auto" in devices and not gpus())
     half = [name for name, model in plan.recipe.models.items() if model.dtype == "bfloat16"]
-    if on_cpu and half and not _BFLOAT16 & _instructions():
+    if not half or _BFLOAT16 & _instructions():
+        return
+    devices = {worker.device for worker in plan.workers}
+    # The driver is asked last: that takes longer than the rest.
+    if "cpu" in devices or ("auto" in devices and not gpus()):
         keys = " ".join(f"models.{name}.dtype=float32" for name in half)
         yield (
             "bfloat16 takes this processor 10 to 30 times as long as float32: it has none of the instructions "
@@ -556,16 +558,14 @@ def _of_rewards(plan: Plan, names: Collection[str]) -> Iterator[tuple[str, str]]
 
 
 def _of_data(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    sections = {"data": recipe.data, "val.data": None if recipe.val is None else recipe.val.data}
-    for section, data in sections.items():
-        for name, source in data.sources.items() if data is not None else ():
-            key = f"{section}.mix.{name}.source" if name else f"{section}.source"
-            if source.source.startswith(HUB_PREFIX):
-                yield key, HUB
-            elif is_data_file(source.source) and in_arrow(Path(source.source), source.with_.get("split")):
-                yield key, PARQUET
-            elif source.source in LIBRARIES:
-                yield key, source.source
+    for section, source in all_sources(recipe):
+        key = f"{section}.source"
+        if source.source.startswith(HUB_PREFIX):
+            yield key, HUB
+        elif is_data_file(source.source) and in_arrow(Path(source.source), source.with_.get("split")):
+            yield key, PARQUET
+        elif source.source in LIBRARIES:
+            yield key, source.source
 
 
 def _on_gpus(plan: Plan, worker: WorkerPlan) -> Iterator[str]:
