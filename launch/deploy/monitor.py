@@ -39,6 +39,8 @@ ROWS_S, AGENT_S, STOP_S = 0.5, 2.0, 1.0
 """How long to wait for the status of workers, for that of an agent, and for agents to confirm a stop."""
 STOP_MARGIN_S = 20.0
 """Beyond `limits.drain_s` without progress: what the agent needs for SIGTERM, SIGKILL and cleaning up."""
+UNHEARD_S = 10.0
+"""How long no agent answers before `launch` says so: at the end of a run they leave before its record is here."""
 UNREACHED_S = 20.0
 """How long `watch` waits for an answer from any agent of a run on other hosts."""
 TREND_STEPS = 400
@@ -319,7 +321,7 @@ class Monitor:
     def _unheard(self, record: RunRecord) -> RunRecord:
         # Agents exit when the run is over; their record says how it ended.
         found = (None if self._fetch is None else self._fetch()) or record
-        if not found.over and not self._silent:
+        if not found.over and not self._silent and time.monotonic() - self._heard_at > UNHEARD_S:
             self._silent = True
             self._display.say("no host agent answers; the workers continue without them")
         return found

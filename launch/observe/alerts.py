@@ -140,7 +140,8 @@ class Alerts:
 
     def of_processes(self, record: RunRecord) -> Iterator[str]:
         """When a worker that does not train has been started again; of the others `renewed` tells."""
-        before, self._processes = self._processes, record.pids
+        # Between its end and its next start a worker has no process in the record.
+        before, self._processes = self._processes, {**self._processes, **record.pids}
         for entry in record.workers:
             name = entry.name
             if not entry.trains and name in before and name in record.pids and before[name] != record.pids[name]:

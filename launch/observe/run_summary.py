@@ -42,11 +42,14 @@ class RunProgress:
     """Mean score of the last `scored` training steps; None: not measured."""
     scored: int
     seconds: float | None
-    """From its start to its end, or until now; None: its end was not recorded."""
+    """From its last launch to its end, or until now; None: its end was not recorded."""
+    resumed: bool = False
+    """Whether that launch went on from an earlier one."""
 
     def __str__(self) -> str:
         since = "for" if self.state in ("starting", "running") else "after"
         how_long = "" if self.seconds is None else f" {since} {self.seconds:.0f} s"
+        how_long += " since it was resumed" if how_long and self.resumed else ""
         return f"{self.state}{how_long}, {self.step} of {self.training_steps} training steps"
 
 
@@ -61,6 +64,7 @@ def progress_of(record: RunRecord, steps: Sequence[Mapping[str, float]]) -> RunP
         sum(scores) / len(scores) if scores else None,
         len(scores),
         None if until is None else until - record.started,
+        record.launch_term > 0,
     )
 
 

@@ -208,6 +208,7 @@ def test_a_worker_that_was_started_again_is_told_once(tmp_path: Path):
     alerts = Alerts()
     assert list(alerts.of_processes(record())) == []
     assert list(alerts.of_processes(record(rollout_0=1, rollout_1=2, trainer_0=3))) == [], "the first time"
+    assert list(alerts.of_processes(record(rollout_0=1))) == [], "it has ended, and is not started yet"
     (line,) = alerts.of_processes(record(rollout_0=1, rollout_1=5, trainer_0=6))
     assert (
         line == f"rollout/1 ended and was started again: `distflow logs {tmp_path} --worker agent/1` tells how it ended"
