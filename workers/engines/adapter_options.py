@@ -13,6 +13,8 @@ from distflow.config.plugins import PluginUse
 from distflow.errors import KeyedError, UserError
 
 DTYPES = ("float32", "bfloat16", "float16")
+MOST_GPUS = 16
+"""Widths of tensor parallelism beyond this are not proposed."""
 
 
 def check_count(name: str, value: object, *, optional: bool = False) -> None:
@@ -113,9 +115,10 @@ class AdapterOptions(ABC):
 
     def _check_heads(self, name: str, use: PluginUse) -> None:
         if use.heads % self.gpus:
+            fit = ", ".join(str(width) for width in range(1, min(use.heads, MOST_GPUS) + 1) if use.heads % width == 0)
             raise UserError(
                 f"engine_options.{name} {self.gpus}: the model has {use.heads} attention heads, which cannot be "
-                "divided by it"
+                f"divided by it; of use are {fit}"
             )
 
     def _check_args(self, taken: Collection[str]) -> None:
