@@ -14,7 +14,6 @@ import torch
 from distflow.data.batch import Batch, Ragged
 from distflow.errors import StepError
 from distflow.flow.plan import StepPlan
-from distflow.flow.resolve import resolve
 from distflow.flow.step import ENVIRONMENT, GENERATED, SEQUENCES
 from distflow.runtime import episode_loop
 from distflow.runtime.episode_loop import SETTLE_S, EpisodeLoop
@@ -30,47 +29,12 @@ SOURCE = """
 import asyncio
 import threading
 import time
-from contextlib import asynccontextmanager
 from concurrent.futures import ThreadPoolExecutor
 
 from distflow import step
 from distflow.types import SamplingParams
 
 SEEN = []
-
-
-@asynccontextmanager
-async def clients(ctx):
-    SEEN.append("entered")
-    if len(SEEN) <= 2:
-        raise ConnectionError("not yet")
-    yield f"of {ctx.step_name}"
-    SEEN.append("left")
-
-
-@asynccontextmanager
-async def nobody(ctx):
-    raise ConnectionError("nobody there")
-    yield
-
-
-@step(role="generate", reads=[], writes=["rewards/told"], environment=["replay", "repeatable"], setup=clients)
-async def sharing(episode, generate, ctx, *, max_new_tokens=4, max_tokens=40):
-    await generate(episode.prompt_ids, FOUR)
-    return {"rewards/told": SEEN.count("entered") + (ctx.shared == "of sample")}
-
-
-@step(role="generate", reads=[], writes=["rewards/told"], environment=["replay", "repeatable"], setup=clients)
-def sharing_in_thread(episode, generate, ctx, *, max_new_tokens=4, max_tokens=40):
-    generate(episode.prompt_ids, FOUR)
-    return {"rewards/told": SEEN.count("entered") + (ctx.shared == "of sample")}
-
-
-@step(role="generate", reads=[], writes=["rewards/told"], environment=["replay", "repeatable"], setup=nobody)
-async def lonely(episode, generate, ctx, *, max_new_tokens=4, max_tokens=40):
-    await generate(episode.prompt_ids, FOUR)
-
-
 ENVIRONMENT = dict(role="generate", reads=[], writes=["rewards/told"], environment=["replay", "repeatable"])
 TWO, FOUR = SamplingParams(max_new_tokens=2), SamplingParams(max_new_tokens=4)
 
@@ -499,27 +463,6 @@ def test_a_coroutine_that_blocks_is_named_and_the_engine_goes_on(
     (told,) = [record.getMessage() for record in caplog.records if "blocks the event loop" in record.getMessage()]
     assert f"asking.py:{line}: all other samples of this worker wait" in told
     assert "asyncio.to_thread" in told
-
-
-@pytest.mark.parametrize("name", ["sharing", "sharing_in_thread"])
-def test_a_setup_is_entered_once_for_all_episodes_and_left_in_the_end(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(episode_loop, "BACK_OFF_S", (0.01, 0.01, 0.01))
-    loop = EpisodeLoop(SETTLE_S)
-    samples, made = trajectories(tmp_path, name, 3, loop=loop), engine(slots=8)
-    until_done(samples, made, [5])
-    until_done(samples, made, [6])
-    assert samples.batch([5, 6]).dense("rewards/told").tolist() == [3.0 + 1.0] * 6, "it was tried three times"
-    loop.close()
-    assert resolve(f"{tmp_path}/asking.py:SEEN") == ["entered"] * 3 + ["left"]
-
-
-def test_a_setup_that_fails_again_and_again_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(episode_loop, "BACK_OFF_S", (0.01,))
-    message = r"(?s)in nobody\n.*ConnectionError: nobody there\nthe setup of step 'sample' .* raised ConnectionError"
-    with pytest.raises(StepError, match=message):
-        whole(tmp_path, "lonely", 2)
 
 
 def test_time_in_which_nobody_looks_counts_for_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

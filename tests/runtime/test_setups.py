@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from distflow.errors import StepError
 from distflow.flow.plan import StepPlan
 from distflow.flow.resolve import resolve
 from distflow.flow.step import ENVIRONMENT, GENERATED, SEQUENCES
@@ -18,7 +19,7 @@ from distflow.runtime.generate_step import SampleLimits
 from distflow.runtime.steps import StepContext, StepRunner
 from distflow.runtime.trajectories import Trajectories
 from tests.runtime.kit import TOKENIZER, EndlessTokenizer
-from tests.runtime.test_awaiting import until_done
+from tests.runtime.test_awaiting import trajectories, until_done, whole
 from tests.runtime.test_trajectories import engine, lease
 
 SOURCE = """
@@ -136,6 +137,49 @@ def thread_behind_{setup}(episode, generate, ctx, *, max_new_tokens=4, max_token
 SOURCE += "".join(BEHIND.format(setup=setup) for setup in ("broken", "endless", "hanging", "deaf", "slow"))
 
 
+SHARED = """
+from contextlib import asynccontextmanager
+
+from distflow import step
+from distflow.types import SamplingParams
+
+FOUR = SamplingParams(max_new_tokens=4)
+SEEN = []
+
+
+@asynccontextmanager
+async def clients(ctx):
+    SEEN.append("entered")
+    if len(SEEN) <= 2:
+        raise ConnectionError("not yet")
+    yield f"of {ctx.step_name}"
+    SEEN.append("left")
+
+
+@asynccontextmanager
+async def nobody(ctx):
+    raise ConnectionError("nobody there")
+    yield
+
+
+@step(role="generate", reads=[], writes=["rewards/told"], environment=["replay", "repeatable"], setup=clients)
+async def sharing(episode, generate, ctx, *, max_new_tokens=4, max_tokens=40):
+    await generate(episode.prompt_ids, FOUR)
+    return {"rewards/told": SEEN.count("entered") + (ctx.shared == "of sample")}
+
+
+@step(role="generate", reads=[], writes=["rewards/told"], environment=["replay", "repeatable"], setup=clients)
+def sharing_in_thread(episode, generate, ctx, *, max_new_tokens=4, max_tokens=40):
+    generate(episode.prompt_ids, FOUR)
+    return {"rewards/told": SEEN.count("entered") + (ctx.shared == "of sample")}
+
+
+@step(role="generate", reads=[], writes=["rewards/told"], environment=["replay", "repeatable"], setup=nobody)
+async def lonely(episode, generate, ctx, *, max_new_tokens=4, max_tokens=40):
+    await generate(episode.prompt_ids, FOUR)
+"""
+
+
 def of_loop(folder: Path, loop: EpisodeLoop, name: str, **settings: object) -> Trajectories:
     file = folder / "setups.py"
     file.write_text(SOURCE)
@@ -208,3 +252,24 @@ def test_its_time_is_none_of_the_episodes(tmp_path: Path, name: str) -> None:
     until_done(samples, engine(), [5])
     loop.close()
     assert samples.batch([5]).texts("left_out") == ["", ""]
+
+
+@pytest.mark.parametrize("name", ["sharing", "sharing_in_thread"])
+def test_a_setup_is_entered_once_for_all_episodes_and_left_in_the_end(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(episode_loop, "BACK_OFF_S", (0.01, 0.01, 0.01))
+    loop = EpisodeLoop(SETTLE_S)
+    samples, made = trajectories(tmp_path, name, 3, loop=loop, source=SHARED), engine(slots=8)
+    until_done(samples, made, [5])
+    until_done(samples, made, [6])
+    assert samples.batch([5, 6]).dense("rewards/told").tolist() == [3.0 + 1.0] * 6, "it was tried three times"
+    loop.close()
+    assert resolve(f"{tmp_path}/asking.py:SEEN") == ["entered"] * 3 + ["left"]
+
+
+def test_a_setup_that_fails_again_and_again_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(episode_loop, "BACK_OFF_S", (0.01,))
+    message = r"(?s)in nobody\n.*ConnectionError: nobody there\nthe setup of step 'sample' .* raised ConnectionError"
+    with pytest.raises(StepError, match=message):
+        whole(tmp_path, "lonely", 2, source=SHARED)
