@@ -112,7 +112,7 @@ def write_model(
     """
     state = whole_state(state, model, seed)
     skeleton, dtype = outline(model), torch_dtype(model)
-    stored = stored_form(skeleton)
+    stored, constants = stored_form(skeleton), constants_of(skeleton)
     saved = {name.removeprefix(MODEL) for name in state if name.startswith(MODEL)}
     if saved != stored.tensors.keys():
         differing = sorted(saved ^ stored.tensors.keys())
@@ -122,7 +122,8 @@ def write_model(
     config, kind = skeleton.config, type(skeleton).__name__
     del skeleton
     places = {part.name: (name, part) for name, parts in stored.tensors.items() for part in parts}
-    entries = {name: SavedTensor(dtype, part.shape) for name, (_, part) in places.items()}
+    kinds = {name: constants[name].dtype if name in constants else dtype for name in stored.tensors}
+    entries = {name: SavedTensor(kinds[source], part.shape) for name, (source, part) in places.items()}
 
     @lru_cache(maxsize=FUSED)
     def parameter(name: str) -> Tensor:

@@ -45,6 +45,9 @@ def build_model(
     sequence classifier with one label, whose last layer the folder must have, unless it is trained (`new_head`): then
     it begins at zero too.
 
+    Buffers stay as transformers loads them beside parameters in half precision, most in float32: a rotary frequency in
+    bfloat16 is off by up to 1 in 256, and its angle at position 8000 by several radians.
+
     `init` models are initialised in float32 on the CPU with `seed` and then converted, so that every dtype and device
     starts from the same weights. With `load_weights=False` the parameters are left uninitialised (an engine gets its
     weights from the trainer). In float64, RMS norms are replaced by ones that compute in float64; those of transformers
@@ -70,10 +73,10 @@ def build_model(
         kept = torch.float32 if dtype == torch.float64 else dtype
         built = _load(str(model["path"]), config, kept, new_head=new_head)
     else:
-        built = _initialise(config, seed)
+        built = _initialise(config, seed, dtype)
         _clear_value_head(built)
     quantized = load_weights and model.get("quantize") is not None
-    built = built.to(device="cpu" if quantized and narrow else device, dtype=dtype).eval()
+    built = _placed(built, "cpu" if quantized and narrow else device, dtype).eval()
     if quantized:
         (keep_narrow if narrow else round_weights)(built)
         built = built.to(device=device)
@@ -90,14 +93,14 @@ def build_model(
 
 
 def outline(model: Mapping[str, Any]) -> PreTrainedModel:
-    """The section's model on the meta device: all parameters with names and shapes, but without memory.
+    """The section's model on the meta device: all parameters with names and shapes in its dtype, but without memory.
 
     Raises UserError as `build_model` does.
     """
     import torch
 
     with torch.device("meta"):
-        built = _from_config(load_config(model), torch.float32)
+        built = _with_wide_buffers(_from_config(load_config(model), torch_dtype(model)))
     built.tie_weights()
     return built
 
@@ -237,12 +240,39 @@ def _clear(model: PreTrainedModel) -> None:
         torch.nn.init.zeros_(parameter)
 
 
-def _initialise(config: PretrainedConfig, seed: int) -> PreTrainedModel:
+def _initialise(config: PretrainedConfig, seed: int, dtype: torch.dtype) -> PreTrainedModel:
     import torch
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return _from_config(config, torch.float32)
+        built = _from_config(config, torch.float32)
+    if dtype in (torch.bfloat16, torch.float16):
+        with torch.device("meta"):
+            loaded = {name: buffer.dtype for name, buffer in _from_config(config, dtype).named_buffers()}
+        for name, buffer in built.named_buffers():
+            buffer.data = buffer.data.to(loaded[name])
+    return built
+
+
+def _placed(model: PreTrainedModel, device: str, dtype: torch.dtype) -> PreTrainedModel:
+    """Move to `device`, with parameters in `dtype`; buffers follow to float64 only."""
+    import torch
+
+    if dtype == torch.float64:
+        return model.to(device=device, dtype=dtype)
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(device=device, dtype=dtype)
+    return _with_wide_buffers(model).to(device=device)
+
+
+def _with_wide_buffers(model: PreTrainedModel) -> PreTrainedModel:
+    """Widen the buffers that the family wants in float32 whatever the parameters are in, such as a router's bias."""
+    wide = model._keep_in_fp32_modules_strict or ()
+    for name, buffer in model.named_buffers():
+        if any(part in name for part in wide):
+            buffer.data = buffer.data.float()
+    return model
 
 
 def _uninitialised(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:

@@ -100,7 +100,10 @@ def stored_model(model: Mapping[str, Any]) -> StoredModel:
 
 
 def constants_of(model: PreTrainedModel) -> dict[str, Tensor]:
-    """What a checkpoint has besides parameters: numbers that training leaves as they are, such as a router's bias."""
+    """Return what a checkpoint has besides parameters: numbers that training leaves as they are.
+
+    A router's bias is one. Some are in float32 beside parameters in half precision.
+    """
     saved = model.state_dict(keep_vars=True)
     return {name: kept for name, kept in model.named_buffers() if name in saved and kept.is_floating_point()}
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from distflow.errors import WorkerFailed
 from distflow.log import logger
 from distflow.types import Version
-from distflow.weights.canary import Canary, Scoring, ScoringLater
+from distflow.weights.canary import TOLERANCE, Canary, Scoring, ScoringLater
 from distflow.weights.manifest import Manifest
 from distflow.weights.transport import Updatable, WeightReader
 
@@ -182,7 +182,8 @@ class WeightInbox:
         if self.difference <= tolerance:
             self._suspected = None
             return True
-        coarser = manifest.precisions - {canary.precision, precision}
+        known = max(TOLERANCE[canary.precision], TOLERANCE[precision])
+        coarser = {one for one in manifest.precisions if TOLERANCE[one] > known}
         what = (
             f"{manifest.title}: the engine's log-probs of {sum(map(len, found))} fixed tokens differ from the "
             f"trainer's by {self.difference:.3g} nats on average, expected at most {tolerance:g} between "

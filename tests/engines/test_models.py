@@ -1,14 +1,17 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from distflow.errors import UserError
 from distflow.runtime.steps import StepContext
 from distflow.workers.models import build_model
 from distflow.workers.tokenizers import build_tokenizer
+from tests.families import FAMILIES
 
 INIT = {"model_type": "qwen2", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64}
@@ -30,6 +33,25 @@ def test_same_seed_same_weights_in_every_dtype():
     torch.manual_seed(99)
     again = build()
     assert all(torch.equal(a, b) for a, b in zip(single.parameters(), again.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_buffers_are_what_transformers_loads_in_half_precision(tmp_path: Path, family: str):
+    """In bfloat16 a rotary frequency is off by 1 in 256, and the angle at position 8000 by several radians."""
+    built = build_model({"init": FAMILIES[family]}, device="cpu", seed=3, load_weights=True)
+    built.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    expected = {name: buffer for name, buffer in loaded.named_buffers() if buffer.is_floating_point()}
+    assert any(buffer.dtype == torch.float32 for buffer in expected.values())
+    saved = loaded.state_dict()
+    for section in ({"path": str(tmp_path)}, {"init": FAMILIES[family]}):
+        for load in (True, False):
+            made = build_model({**section, "dtype": "bfloat16"}, device="cpu", seed=3, load_weights=load)
+            found = {name: buffer for name, buffer in made.named_buffers() if buffer.is_floating_point()}
+            assert {n: b.dtype for n, b in found.items()} == {n: b.dtype for n, b in expected.items()}
+            known = [name for name in expected if load or name not in saved]
+            assert all(torch.equal(found[name], expected[name]) for name in known)
+            assert all(parameter.dtype == torch.bfloat16 for parameter in made.parameters())
 
 
 def test_building_leaves_the_global_generator_alone():

@@ -38,7 +38,10 @@ def spec(device: str = "cpu", slots: int = 4, **options: object) -> EngineSpec:
 
 
 def arguments(given: EngineSpec) -> dict[str, object]:
-    options, use = SGLangOptions.parse(given.options), use_of(given, given.max_tokens, outline_model(MODEL, "").config)
+    options, use = (
+        SGLangOptions.parse(given.options),
+        use_of(given, given.max_tokens, outline_model(MODEL, "float32").config),
+    )
     options.check(use)
     return options.server_args(use, 11, 7)
 

@@ -119,7 +119,8 @@ def tuned(ds_config: str) -> list[str]:
         ),
         (
             [SGLANG, f"{ROLLOUT}.engine_options={{tensor_parallel: 3}}"],
-            "engine_options.tensor_parallel 3: the model has 4 attention heads, which cannot be divided by it; of use are 1, 2, 4",
+            "engine_options.tensor_parallel 3: the model has 4 attention heads, which cannot be divided by it; "
+            "of use are 1, 2, 4",
         ),
         ([SGLANG, "models.policy.dtype=float64"], "command line: models.policy.dtype — float64, which SGLang cannot"),
         ([SGLANG, CPU, f"{ROLLOUT}.engine_options={{quantization: fp8}}"], "engine_options.quantization fp8 needs a G"),

@@ -14,6 +14,7 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from distflow.config.schema import ATTENTION
+from distflow.data.batch import Batch, Ragged
 from distflow.errors import RecipeError, UserError
 from distflow.flow.families import FAMILIES
 from distflow.flow.recipe_check import plan_recipe
@@ -179,3 +180,29 @@ def test_backends_that_divide_models_learn_the_same(family: str) -> None:
     divided = DeepSpeedBackend(BackendSpec(recomputing, "cpu", True, 0, 4, {"zero": 3}))
     assert two_steps(divided) == pytest.approx(expected, rel=1e-5)
     divided.close()
+
+
+FAR = 3000
+BACKENDS = {"torch": TorchBackend, "fsdp": FsdpBackend, "deepspeed": DeepSpeedBackend}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_far_positions_are_scored_in_half_precision_as_transformers_scores_them(tmp_path: Path, backend: str) -> None:
+    """Their angles are as exact as in float32."""
+    init = {**INITS["qwen2"], "max_position_embeddings": FAR, "initializer_range": 0.3}
+    init |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+    model = {**section("qwen2"), "init": init, "dtype": "bfloat16"}
+    build_model(model, device="cpu", seed=0, load_weights=True).save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    row_T = torch.randint(2, 20, (FAR,), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        logprobs_TV = loaded(row_T[None]).logits[0].float().log_softmax(-1)
+    expected_T = logprobs_TV[:-1].gather(1, row_T[1:, None])[:, 0]
+    made: Backend = BACKENDS[backend](BackendSpec(model, "cpu", True, 0, 4, {}))
+    made.join()
+    parts = (row_T[:1], row_T[1:])
+    rows = [Ragged.from_rows([part.tolist()], torch.int64) for part in parts]
+    batch = Batch(dict(zip(("prompt_ids", "response_ids"), rows, strict=True)))
+    found_BT = made.score(batch, temperature=1.0, grad=False, entropy=False).logprobs_BT.float()
+    made.close()
+    assert (found_BT[0] - expected_T).abs().mean() < 0.01

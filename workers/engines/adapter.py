@@ -25,7 +25,7 @@ from distflow.workers.engines.samples import NamedSamples, RequestLimits, Sample
 from distflow.workers.engines.staged_weights import StagedWeights
 from distflow.workers.merging import AdapterTable, stage_base
 from distflow.workers.models import load_config, outline
-from distflow.workers.parameters import ParameterTable, stored_form
+from distflow.workers.parameters import ParameterTable, constants_of, stored_form
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +40,23 @@ class ModelOutline:
     """Shape of each stored tensor by its name in the checkpoint; tied ones once."""
     tied: Mapping[str, str]
     """Further names of tied parameters, each with its name in `shapes`."""
+    wide: frozenset[str]
+    """Names in `shapes` that stay in float32 in an engine of half precision: what training leaves as it is."""
 
 
 def outline_model(model: Mapping[str, Any], dtype: str) -> ModelOutline:
     """From the recipe's `models.<name>` section; raises UserError as `distflow.workers.models` does."""
-    built = outline(model)
+    built = outline({**model, "dtype": dtype})
     stored = stored_form(built)
     shapes = {part.name: part.shape for parts in stored.tensors.values() for part in parts}
     tied = {alias: stored.tensors[name][0].name for alias, name in stored.tied.items()}
+    constants = constants_of(built).items()
+    wide = frozenset(p.name for name, kept in constants for p in stored.tensors[name] if kept.dtype == torch.float32)
     config = load_config(model)
     settings = config.to_dict()
     # A sample ends at the stop tokens of its request, and nowhere else.
     settings |= {"eos_token_id": None, "architectures": [type(built).__name__], "dtype": dtype}
-    return ModelOutline(config, json.dumps(settings), shapes, tied)
+    return ModelOutline(config, json.dumps(settings), shapes, tied, wide)
 
 
 def use_of(spec: EngineSpec, longest: int, config: Any) -> PluginUse:
@@ -143,7 +147,7 @@ class EngineAdapter(ABC, Generic[OptionsT, InnerT]):
                 f"engine {options.name}: {options.title} is not installed for this Python; {self.install}, "
                 "docs/engines.md says what a GPU needs"
             )
-        staged = StagedWeights(model.shapes, getattr(torch, options.dtype_for(spec.model)), model.tied)
+        staged = StagedWeights(model.shapes, getattr(torch, options.dtype_for(spec.model)), model.tied, model.wide)
         try:
             return self._start(spec, options, model, staged), staged
         except Exception:

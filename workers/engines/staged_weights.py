@@ -25,22 +25,31 @@ ALIGN = 64
 
 
 class StagedWeights:
-    """One version of all parameters, in the engine's dtype, as tensors to write to; `descriptor` is the memfd's."""
+    """One version of all weights, most in the engine's dtype, as tensors to write to; `descriptor` is the memfd's."""
 
-    def __init__(self, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype, tied: Mapping[str, str]) -> None:
-        """`shapes` by name; `tied`: further names, each with the name in `shapes` whose tensor it shares."""
+    def __init__(
+        self,
+        shapes: Mapping[str, Sequence[int]],
+        dtype: torch.dtype,
+        tied: Mapping[str, str],
+        wide: Collection[str] = (),
+    ) -> None:
+        """`shapes` by name; `tied`: further names, each with the name in `shapes` whose tensor it shares.
+
+        `wide`: names of those that are in float32 at least.
+        """
         places, size = [], 0
         for name, shape in shapes.items():
-            count = torch.Size(shape).numel()
-            places.append((name, list(shape), size))
-            size += -(-count * dtype.itemsize // ALIGN) * ALIGN
+            own = torch.promote_types(dtype, torch.float32) if name in wide else dtype
+            places.append((name, str(own).removeprefix("torch."), list(shape), size))
+            size += -(-torch.Size(shape).numel() * own.itemsize // ALIGN) * ALIGN
         self.descriptor = os.memfd_create("distflow-weights")
         os.truncate(self.descriptor, max(size, ALIGN))
         # The views keep the memory mapped; it is unmapped with the last of them.
         memory = mmap.mmap(self.descriptor, max(size, ALIGN))
-        self.tensors = {name: _view(memory, dtype, shape, start) for name, shape, start in places}
+        self.tensors = {name: _view(memory, kind, shape, start) for name, kind, shape, start in places}
         self.tensors |= {name: self.tensors[other] for name, other in tied.items()}
-        self.layout = {"dtype": str(dtype).removeprefix("torch."), "tensors": places, "tied": dict(tied)}
+        self.layout = {"tensors": places, "tied": dict(tied)}
 
     def described(self, holder: int, descriptor: int) -> str:
         """JSON for `staged_tensors`: process `holder` has the memory open as `descriptor`."""
@@ -58,16 +67,16 @@ def staged_tensors(description: str, *, all_names: bool = False) -> Iterator[tup
     Tied parameters come once, or with `all_names` under each of their names.
     """
     staged = json.loads(description)
-    dtype: torch.dtype = getattr(torch, staged["dtype"])
     with open(staged["place"], "rb") as file:
         memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    found = {name: _view(memory, dtype, shape, start) for name, shape, start in staged["tensors"]}
+    found = {name: _view(memory, kind, shape, start) for name, kind, shape, start in staged["tensors"]}
     yield from found.items()
     if all_names:
         yield from ((name, found[other]) for name, other in staged["tied"].items())
 
 
-def _view(memory: mmap.mmap, dtype: torch.dtype, shape: Sequence[int], start: int) -> Tensor:
+def _view(memory: mmap.mmap, kind: str, shape: Sequence[int], start: int) -> Tensor:
+    dtype: torch.dtype = getattr(torch, kind)
     count = torch.Size(shape).numel()
     if not count:
         return torch.empty(shape, dtype=dtype)
