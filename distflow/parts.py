@@ -4,7 +4,8 @@ Rows are told by their tokens, prompt and response, side by side with those that
 others is written 0. So [(512, 500), (0, 480)] are two samples of one prompt of 512 tokens.
 
 A model that packs computes a shared prompt once and no padding: 512 + 500 + 480 tokens. Any other computes a rectangle,
-2 · 1,012 tokens. So does a model that packs where the masks of its attention would be too large.
+2 · 1,012 tokens. So does a model that packs where the masks of its attention would be too large; so long rows are cut
+like those of a model that does not pack, wherever that computes less.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ Lengths = Sequence[tuple[int, int]]
 """Tokens of the prompt and of the response of each row, as above."""
 MOST_VISIBLE = 1 << 24
 """Elements of the masks of packed attention, those of prompts and of responses together."""
+PADDING = 0.1
+"""Share of tokens that may be padding rather than that micro-batches are smaller, and more."""
 
 
 class PartSize(NamedTuple):
@@ -161,7 +164,26 @@ def _pieces_of(lengths: Lengths, rule: CostRule, first: int) -> list[RowPiece]:
         return [_piece([(n, 0)], rule, [first + row]) for row, n in enumerate(whole_lengths(lengths))]
     begins = [row for row, (own, _) in enumerate(lengths) if own or not row]
     ends = [*begins[1:], len(lengths)]
-    return [_piece(lengths[a:b], rule, range(first + a, first + b)) for a, b in zip(begins, ends, strict=True)]
+    return [
+        piece
+        for a, b in zip(begins, ends, strict=True)
+        for piece in _of_prompt(lengths[a:b], rule, range(first + a, first + b))
+    ]
+
+
+def _of_prompt(lengths: Lengths, rule: CostRule, rows: range) -> list[RowPiece]:
+    """Return rows with one prompt together; or one by one, if they are so long that they would seldom be packed."""
+    together, whole = _piece(lengths, rule, rows), whole_lengths(lengths)
+    if together.part.fits_masks:
+        return [together]
+    computed = 0
+    rest: RowPiece | None = together
+    while rest is not None:
+        first, rest = _cut(rest, rule, math.inf)
+        computed += first.size
+    if computed <= (1 - PADDING) * sum(whole):
+        return [together]
+    return [_piece([(tokens, 0)], rule, [row]) for row, tokens in zip(rows, whole, strict=True)]
 
 
 def take(pieces: list[RowPiece], rule: CostRule, most: float = math.inf) -> list[RowPiece]:
@@ -175,7 +197,9 @@ def take(pieces: list[RowPiece], rule: CostRule, most: float = math.inf) -> list
     taken, part, left = [first], first.part, most - first.cost
 
     def fits(piece: RowPiece) -> bool:
-        return piece.cost <= left and part.joined(piece.part).tokens(packs=rule.packs) <= rule.budget
+        joined = part.joined(piece.part)
+        within = piece.cost <= left and joined.tokens(packs=rule.packs) <= rule.budget
+        return within and not (rule.packs and _spreads(part, joined, piece.size))
 
     while pieces and part.joined(LEAST).tokens(packs=rule.packs) <= rule.budget:
         place = 0 if fits(pieces[0]) else bisect_left(pieces, True, lo=1, key=fits)
@@ -192,13 +216,30 @@ def _piece(lengths: Lengths, rule: CostRule, rows: Iterable[int]) -> RowPiece:
     return RowPiece(part, part.tokens(packs=rule.packs), rule.cost(lengths), lengths, tuple(rows))
 
 
+def _spreads(part: PartSize, joined: PartSize, added: int) -> bool:
+    """Tell whether a part is packed, and with `added` more tokens would be a rectangle with much padding."""
+    if not part.fits_masks or joined.fits_masks:
+        return False
+    return joined.tokens(packs=True) > (1 + PADDING) * (part.packed + added)
+
+
 def _cut(piece: RowPiece, rule: CostRule, most: float) -> tuple[RowPiece, RowPiece | None]:
     """The first rows of a piece that fit, at least one, and the others."""
-    if (piece.cost <= most and piece.size <= rule.budget) or rule.whole_groups or len(piece.rows) == 1:
+    if rule.whole_groups or len(piece.rows) == 1:
         return piece, None
-    costs, count = rule.costs(piece.lengths), 1
-    while costs[count] <= most and rule.tokens(piece.lengths[: count + 1]) <= rule.budget:
-        count += 1
+    if piece.cost <= most and piece.size <= rule.budget and (not rule.packs or piece.part.fits_masks):
+        return piece, None
+    costs, whole, count = rule.costs(piece.lengths), whole_lengths(piece.lengths), 1
+    part = part_of(piece.lengths[:1])
+    while count < len(piece.rows):
+        joined = part_of(piece.lengths[: count + 1])
+        if costs[count] > most or joined.tokens(packs=rule.packs) > rule.budget:
+            break
+        if rule.packs and _spreads(part, joined, whole[count]):
+            break
+        part, count = joined, count + 1
+    if count == len(piece.rows):
+        return piece, None
     (_, response), *others = piece.lengths[count:]
     rest = [(piece.lengths[0][0], response), *others]
     return _piece(piece.lengths[:count], rule, piece.rows[:count]), _piece(rest, rule, piece.rows[count:])

@@ -20,6 +20,7 @@ from distflow.flow.sharding import divides_models
 from distflow.flow.sizes import model_size
 from distflow.flow.slots_fit import SlotsFit, slots_fit
 from distflow.flow.validation import val_lines
+from distflow.parts import part_of
 from distflow.types import WorkerName
 
 
@@ -157,7 +158,11 @@ def _counted(plan: Plan) -> str:
         packed = packs(home, model_size(plan.recipe.models[plan.primary]))
     except UserError:
         return ""
-    return " (a shared prompt once)" if packed else " (padded)"
+    if not packed:
+        return " (padded)"
+    prompt, longest = plan.recipe.data.max_prompt_tokens, plan.longest_sample(plan.primary)
+    two = part_of([(prompt, longest - prompt), (0, longest - prompt)])
+    return " (a shared prompt once)" if two.fits_masks else " (a shared prompt once, but the longest rows are padded)"
 
 
 def _computed(plan: Plan) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from functools import reduce
 from itertools import groupby
 
 import pytest
@@ -12,7 +14,17 @@ from hypothesis import strategies as st
 from distflow.data.batch import Batch, Ragged, part_lengths
 from distflow.data.micro_batches import micro_batches
 from distflow.exchange.dealing import Offer, in_rounds
-from distflow.parts import MOST_VISIBLE, CostRule, Lengths, part_of, sorted_pieces, take, tokens_of, whole_lengths
+from distflow.parts import (
+    MOST_VISIBLE,
+    CostRule,
+    Lengths,
+    PartSize,
+    part_of,
+    sorted_pieces,
+    take,
+    tokens_of,
+    whole_lengths,
+)
 
 
 def group(prompt: int, responses: list[int]) -> Lengths:
@@ -85,6 +97,28 @@ def test_groups_stay_together_as_far_as_they_fit() -> None:
     others = [[number for number, _ in groupby(numbers)] for numbers in parts if 6 not in numbers]
     assert sorted(map(len, others)) == [2] * 6
     assert sorted(number for numbers in others for number in numbers) == [n for n in range(13) if n != 6]
+
+
+@pytest.mark.parametrize("budget", [16384, 32768])
+@pytest.mark.parametrize(("prompt", "mean"), [(200, 400), (300, 800), (1000, 1000), (2000, 1500), (2000, 3000)])
+def test_long_rows_are_cut_so_that_no_more_is_computed_than_without_packing(
+    prompt: int, mean: int, budget: int
+) -> None:
+    """Sixteen groups of eight, whose lengths differ as those of answers do: masks hold few of them."""
+    rng = random.Random(1)
+    drawn = [group(prompt, [min(6144, int(rng.lognormvariate(0, 0.6) * mean)) for _ in range(8)]) for _ in range(16)]
+    computed = {}
+    for packs in (True, False):
+        rule = CostRule(budget, packs=packs)
+        pieces, taken = sorted_pieces(drawn, rule), []
+        while pieces:
+            parts = [piece.part for piece in take(pieces, rule)]
+            taken.append(reduce(PartSize.joined, parts))
+        assert sum(part.rows for part in taken) == 16 * 8
+        assert all(part.tokens(packs=packs) <= budget for part in taken)
+        computed[packs] = sum(part.tokens(packs=packs) for part in taken)
+    assert computed[True] <= 1.03 * computed[False]
+    assert computed[True] <= 1.06 * sum(map(sum, map(whole_lengths, drawn)))
 
 
 groups = st.lists(
