@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CON
 
 apt = { apt-get install -y -qq $(1) || { apt-get update -qq && apt-get install -y -qq $(1); }; } >/dev/null 2>&1
 
-.PHONY: help venv smollm2-venv test-venv vllm-venv trackers-venv nixl-venv demo test test-all test-processors lint bench pictures smollm2 peers-venv clean
+.PHONY: help venv smollm2-venv test-venv vllm-venv trackers-venv nixl-venv demo test test-all test-processors lint pictures smollm2 peers-venv clean
 
 help:  ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -102,9 +102,6 @@ test-processors: test-venv  ## the numeric tests by instruction sets and numbers
 		ATEN_CPU_CAPABILITY=$$1 ONEDNN_MAX_CPU_ISA=$$2 MKL_ENABLE_INSTRUCTIONS=$$3 OMP_NUM_THREADS=$$threads \
 			$(BIN)/python -m pytest -q -n $(JOBS) --no-loadscope-reorder -m "not long" $(NUMERIC) || exit 1; done; done
 
-bench: test-venv  ## the figures of benchmarks/RESULTS.md
-	@$(BIN)/python -m benchmarks
-
 pictures: venv  ## the pictures of README.md, from a run of the quickstart
 	$(PIP) -e '.[plot]'
 	@rm -rf build/pictures
@@ -120,7 +117,7 @@ clean:  ## remove .venv and caches
 
 PEERS_TORCH = $(shell grep '^torch==' $(CONSTRAINTS))
 
-peers-venv:  ## .venv-peers with other systems, for `distflow bench` and benchmarks/against_peers.py
+peers-venv:  ## .venv-peers with other systems, for benchmarks step, rows and against_peers
 	@test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
 	.venv-peers/bin/python -m pip install --quiet $(PEERS_TORCH) numpy
 	@# They want other versions than ours of nearly everything but torch.

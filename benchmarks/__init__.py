@@ -1,1 +1,1 @@
-"""Benchmarks: ratios measured side by side in one run. `python -m benchmarks` runs them all."""
+"""Benchmarks: ratios measured side by side in one run. `python -m benchmarks NAME` runs one, `--list` names all."""

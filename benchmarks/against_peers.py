@@ -1,7 +1,7 @@
 """Samples per second of the quickstart beside TRL's GRPOTrainer and a bare loop: same model, task, batch and cores.
 
     make peers-venv                              # TRL in a virtual environment of its own
-    python -m benchmarks.against_peers --rounds 5
+    python -m benchmarks against_peers --rounds 5
 
 The contestants take turns; each figure is the median over rounds of the median training step (start-up excluded).
 """
@@ -95,7 +95,3 @@ def main() -> None:
         middle = statistics.median(found)
         ratios = "  ".join(f"{middle / value:.2f} of {peer}" for peer, value in best.items() if value)
         print(f"{name:42s} {middle:8,.0f} samples/s  [{min(found):,.0f}–{max(found):,.0f}]  {ratios}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,8 +1,8 @@
 """What a host agent costs, by workers and hosts. No process, no socket: the agent's own code alone.
 
-    python -m benchmarks.agents [--hosts 2 16 125 500 1024 4096] [--rounds 9] [--profile]
-    python -m benchmarks.agents --mesh 16 128 1024 4096 [--seconds 5] [--deaths 10] [--loss 0.1] [--cut 40]
-    python -m benchmarks.agents --live 64
+    python -m benchmarks agents [--hosts 2 16 125 500 1024 4096] [--rounds 9] [--profile]
+    python -m benchmarks agents --mesh 16 128 1024 4096 [--seconds 5] [--deaths 10] [--loss 0.1] [--cut 40]
+    python -m benchmarks agents --live 64
 
 First, turns of the agent's loop, with eight workers a host. *quiet*: nothing new was heard; *news*: in another host's
 report one process and the address of one worker have changed, of which our workers are told (what they are sent is
@@ -380,7 +380,3 @@ def main() -> None:
             found = measure(hosts, chosen.rounds, profiled=chosen.profile)
             figures = ", ".join(f"{name} {value:.2f} ms" for name, value in found.items())
             print(f"{hosts * WORKERS_A_HOST} workers on {hosts} hosts: {figures}", flush=True)
-
-
-if __name__ == "__main__":
-    main()

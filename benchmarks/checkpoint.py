@@ -1,6 +1,6 @@
 """How long training stands still for a checkpoint, as a share of the time that writing it takes.
 
-    python -m benchmarks.checkpoint --rounds 5 --folder /tmp
+    python -m benchmarks checkpoint --rounds 5 --folder /tmp
 
 The state is that of a model of 135M parameters (SmolLM2's shapes) with AdamW's moments, float32, random: 1.6 GB.
 Between a checkpoint's begin and the next change of the state lie the seconds of `--between`, in which nothing is
@@ -95,7 +95,3 @@ def main() -> None:
         share = statistics.median(stall / write for stall, write in pairs)
         spread = f"{min(s / w for s, w in pairs):.1%}–{max(s / w for s, w in pairs):.1%}"
         print(f"{between:g} s between: stall {stall:.3f} s, write {write:.2f} s, {share:.1%} ({spread})")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """CPU time of a group's way from its lease to the training loop, at the owner and at the holder, over real sockets.
 
-    python -m benchmarks.control_path [--against PATH | --parts] [--rounds 5] [--groups 600] [--gap-ms 2]
+    python -m benchmarks control_path [--against PATH | --parts] [--rounds 5] [--groups 600] [--gap-ms 2]
 
 Two processes: an owner of 8 ledgers and a holder that asks, gets leases, and finishes a group of 8 samples every
 `--gap-ms` (nothing is generated). Each is all of a worker that the control path goes through: node, endpoint, lanes,
@@ -282,7 +282,7 @@ def main() -> int:
     parser.add_argument("--folder", default="")
     options = parser.parse_args()
     if options.side and options.parts:
-        from benchmarks.thread_parts import ThreadParts
+        from benchmarks.parts.thread_parts import ThreadParts
 
         global parts
         parts = ThreadParts(PARTS)

@@ -1,6 +1,6 @@
 """How evenly the groups of a training step are dealt: time of the slowest replica, and of rounds, beside equal shares.
 
-    python -m benchmarks.dealing
+    python -m benchmarks dealing
 
 4 owners deal to the 4 replicas of a critic, and among themselves; 8 samples a prompt, lognormal lengths (median 2,000,
 σ 1, at most 16,384 and a prompt of 500 tokens), alike within a group. A row of n tokens takes n + q·n² with the q of a
@@ -82,7 +82,3 @@ def main() -> None:
                 column.append(beside_ideal(step, hands, minibatches))
         shown = (" | ".join(f"{mean(one):.2f}" for one in zip(*column, strict=True)) for column in columns if column)
         print(f"{prompts:5d}, {minibatches}:  " + ";  ".join(shown))
-
-
-if __name__ == "__main__":
-    main()

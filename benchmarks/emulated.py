@@ -1,15 +1,15 @@
 """Runs with emulated devices: engines and backends that only wait, so that scheduling is all that is measured.
 
-    python -m benchmarks.emulated asynchrony     # steps per second at staleness 0, 1, 2, 4
-    python -m benchmarks.emulated slow           # one of four rollouts 4 times slower: beside static assignment
-    python -m benchmarks.emulated stealing       # one of four training workers with 3 times the lengths
-    python -m benchmarks.emulated rounds         # 8 training workers with a divided model, lengths to 16k
-    python -m benchmarks.emulated reference      # a reference model on services, 5 micro-batches away
-    python -m benchmarks.emulated reference_in_turn    # the same at staleness 0
-    python -m benchmarks.emulated schedules      # every 10th prompt 8 times as long, 7 waves a step
-    python -m benchmarks.emulated validation     # at staleness 1, with a pool of its own and without
-    python -m benchmarks.emulated streaming      # training on samples as they arrive, and on whole batches
-    python -m benchmarks.emulated forwards       # log-probs for several updates, while samples arrive or behind them
+    python -m benchmarks emulated asynchrony     # steps per second at staleness 0, 1, 2, 4
+    python -m benchmarks emulated slow           # one of four rollouts 4 times slower: beside static assignment
+    python -m benchmarks emulated stealing       # one of four training workers with 3 times the lengths
+    python -m benchmarks emulated rounds         # 8 training workers with a divided model, lengths to 16k
+    python -m benchmarks emulated reference      # a reference model on services, 5 micro-batches away
+    python -m benchmarks emulated reference_in_turn    # the same at staleness 0
+    python -m benchmarks emulated schedules      # every 10th prompt 8 times as long, 7 waves a step
+    python -m benchmarks emulated validation     # at staleness 1, with a pool of its own and without
+    python -m benchmarks emulated streaming      # training on samples as they arrive, and on whole batches
+    python -m benchmarks emulated forwards       # log-probs for several updates, while samples arrive or behind them
 
 Variants take turns; each figure is the median over rounds of the mean training step (the first ones excluded).
 """
@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.static_assignment import static_step_s
+from benchmarks.parts.static_assignment import static_step_s
 
 ROOT = Path(__file__).resolve().parent.parent
 WARMUP = 4
@@ -394,7 +394,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name in chosen.scenarios:
         print(f"{name}: {SCENARIOS[name].__doc__}")
         SCENARIOS[name](chosen.rounds, chosen.steps)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """What tools of generate steps cost, beside the engine alone: ratios of times measured side by side in one process.
 
-    python -m benchmarks.environments [--rounds 5] [--params 5m]
+    python -m benchmarks environments [--rounds 5] [--params 5m]
 
 First, 64 episodes of 3 turns on 16 slots, between which each waits 0.5 s for a tool: the wall time, by the longer one
 of two times that no order of work beats (`of the bound`): the engine alone decodes as many tokens after prompts as
@@ -259,7 +259,3 @@ def main() -> None:
     for name, apart in (("naps", False), ("threads", False), ("naps", True), ("computes", True), ("computes", False)):
         beside(worker, name, args.rounds, apart=apart)
     worker.engine.close()
-
-
-if __name__ == "__main__":
-    main()

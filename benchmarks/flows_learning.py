@@ -1,6 +1,6 @@
 """How far each shipped flow learns to copy three digits: the quickstart on one process, flows by seeds.
 
-    python -m benchmarks.flows_learning --flows dr_grpo rloo --seeds 0 1 2
+    python -m benchmarks flows_learning --flows dr_grpo rloo --seeds 0 1 2
 
 Prints a row for each flow: the mean exact-match score of the last ten training steps, the training step with which the
 first ten steps of mean 0.9 end, and seconds of the run, for each seed. `--picture` draws
@@ -128,7 +128,3 @@ def main() -> int:
         if args.picture:
             draw(args.flows, args.seeds, runs_dir, args.picture)
     return int(worst < args.least)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """Tokens per second of engines against `generate` of transformers, side by side in one run.
 
-    python -m benchmarks.generation --params 5m 54m 135m --batch 16 64 --engines torch sglang
+    python -m benchmarks generation --params 5m 54m 135m --batch 16 64 --engines torch sglang
 
 All sample at temperature 1 from the same weights, from prompts of the same length, with the same number of new
 tokens. Rounds alternate between them; the medians and their ratios to transformers are printed. An engine is there only
@@ -144,7 +144,3 @@ def main() -> None:
                     f"{median['transformers'] / took:.2f} x transformers",
                     flush=True,
                 )
-
-
-if __name__ == "__main__":
-    main()

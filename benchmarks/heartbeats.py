@@ -1,6 +1,6 @@
 """What it costs a worker that its peers are there: CPU of one worker that does nothing else, by how many peers it has.
 
-    python -m benchmarks.heartbeats                     # 8, 64 and 256 workers
+    python -m benchmarks heartbeats                     # 8, 64 and 256 workers
 
 The worker is real, with its sockets and its thread for messages. So are the sockets of its peers, in another process,
 each as in a run in which all are each other's peers; but what they send one another is dropped. The CPU is that of the
@@ -129,7 +129,3 @@ def main() -> None:
             f"{workers:3d} workers: {cpu:5.1f} ms of CPU a second, {sent:.0f} messages sent, {received:.0f} received",
             flush=True,
         )
-
-
-if __name__ == "__main__":
-    main()

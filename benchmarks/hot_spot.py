@@ -1,7 +1,7 @@
 """Does any process get busier when there are more of them? CPU time and bytes of each, a training step.
 
-    python -m benchmarks.hot_spot --pairs 1 2 4 8 --steps 100            # with emulated devices
-    python -m benchmarks.hot_spot --pairs 1 2 4 8 --steps 100 --model    # with the quickstart's model
+    python -m benchmarks hot_spot --pairs 1 2 4 8 --steps 100            # with emulated devices
+    python -m benchmarks hot_spot --pairs 1 2 4 8 --steps 100 --model    # with the quickstart's model
 
 P rollouts and P training workers, 8 prompts a training step for each pair: a constant share. With emulated devices only
 what is left of a worker without its model is measured, which one step of the model is many times of. CPU seconds are
@@ -137,7 +137,3 @@ def main() -> None:
                 f"{middle[1]:7.1f} kB a step ({middle[1] / first[1]:.2f}), busiest {busiest:.2f} × the mean",
                 flush=True,
             )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """How much there is to read: lines, files and functions, and what of it one training step goes through.
 
-    python -m benchmarks.house
+    python -m benchmarks house
 
 *Lines of code* are those of `distflow/`, `workers/` and `launch/` without comments, docstrings and blank lines. A
 module *with one importer* is imported by exactly one other. *One training step* of `quickstart layout=colocated`, run
@@ -131,7 +131,3 @@ def main() -> int:
     print(f"files of one training step     {median(len({file for file, _ in one}) for one in called):6.0f}")
     print(f"functions of one training step {median(map(len, called)):6.0f}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,7 +1,7 @@
 """Whether published adapters change an engine's log-probs as they change the trainer's, and what a version weighs.
 
     make smollm2
-    python -m benchmarks.lora_publishing
+    python -m benchmarks lora_publishing
 
 Two replicas train adapters of the real SmolLM2-135M on the answers to a reasoning-gym task, with optimizer and
 gradients divided by ZeRO 2. The first one publishes every version into shared memory; the engine in this process loads
@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import math
 import multiprocessing
-import sys
 import tempfile
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -218,7 +217,3 @@ def main() -> int:
     )
     print(f"{size / 1e6:.2f} MB a version; the whole model has {whole / 1e6:.2f} MB: {size / whole:.2%}")
     return int(not worst <= args.within or not size <= args.share * whole)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """What `distflow plan` estimates beside what real workers hold: the peak of each worker's resident memory.
 
-    python -m benchmarks.memory [--only NAME …] [--smollm2 models/smollm2-135m]
+    python -m benchmarks memory [--only NAME …] [--smollm2 models/smollm2-135m]
 
 Each case is a run of its own, by `distflow launch`, of a few training steps on this machine's CPUs. Measured is
 `memory/host_peak_gb/max` of the worker's metrics, estimated is the column "host memory" of the plan.
@@ -77,7 +77,3 @@ def measure(recipe: str, overrides: list[str]) -> dict[str, tuple[float, float]]
 
 def _peak(path: Path) -> float:
     return max(json.loads(line)[METRIC] for line in path.read_text().splitlines())
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """What the flows that train on files learn, measured on rows that they have not seen: to copy three digits.
 
-    python -m benchmarks.offline_learning --seeds 0 1 2
+    python -m benchmarks offline_learning --seeds 0 1 2
 
 Of all thousand numbers 800 are in the file that is trained on, and 200 are held out. Prints for each seed what
 `distflow evaluate` measures of the trained models: the share of held-out prompts that a model answers exactly when it
@@ -147,7 +147,3 @@ def main() -> int:
         print(f"seed {seed}: {shown} ({time.monotonic() - begun:.0f} s)", flush=True)
         bad |= any(value < args.least for name, value in found.items() if not name.startswith("warm"))
     return int(bad)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

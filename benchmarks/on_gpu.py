@@ -23,8 +23,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import gpu_parts
-from benchmarks.gpu_parts import Setting
+from benchmarks.parts import gpu as gpu_parts
+from benchmarks.parts.gpu import Setting
 
 WHEELS = gpu_parts.ROOT / "requirements" / "wheels-gpu.txt"
 MOST_BYTES = 64 << 20
@@ -114,7 +114,3 @@ def check_size(folder: Path) -> int:
     size = sum(path.stat().st_size for path in folder.glob("*.whl"))
     print(f"{folder}: {size / (1 << 20):.1f} MiB of wheels, of {MOST_BYTES >> 20} that may travel")
     return int(size > MOST_BYTES)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,7 +1,7 @@
 """A run that outlives all hosts that it began on: each is replaced by one that joins, and is then taken away.
 
-    python -m benchmarks.outliving --hosts 4 --steps 2000
-    python -m benchmarks.outliving --hosts 4 --minutes 30 --every 300
+    python -m benchmarks outliving --hosts 4 --steps 2000
+    python -m benchmarks outliving --hosts 4 --minutes 30 --every 300
 
 Hosts are network namespaces with run folders of their own; half of those that the run begins on train, the others
 generate. Before a host is killed, with its agent and whatever else runs there, `distflow scale --leave` moves its
@@ -233,7 +233,3 @@ def main() -> None:
         tell(machines, steps, last)
         if paced:
             compare(machines, replaced)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """What a message costs the owner of ledgers, by ledgers, parked asks, holders and open groups: no processes or sockets.
 
-    python -m benchmarks.owner [--rounds 7] [--seconds 3]
+    python -m benchmarks owner [--rounds 7] [--seconds 3]
 
 First table: 16 workers with 8 groups each send the same messages to an owner that has more and more of one thing
 beside them. Each row is timed on fresh owners in turn with the others; figures are medians, in µs of this thread's CPU
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
-import sys
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -246,7 +245,3 @@ def main() -> int:
 def _size(axis: str, case: Case) -> int:
     sizes = {"own ledgers": case.ledgers, "parked asks": case.parked, "holders": case.holders}
     return sizes.get(axis, case.opened)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

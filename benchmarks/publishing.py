@@ -1,6 +1,6 @@
 """What publishing the weights of a divided model costs a replica in memory, beside its share.
 
-    python -m benchmarks.publishing --params 135m --backends fsdp zero3
+    python -m benchmarks publishing --params 135m --backends fsdp zero3
 
 Two replicas on this machine publish as they do in a run: the first into shared memory, the other goes through the
 parameters with it. Printed is how far each one's own memory (resident, less what is shared) rises while it does, at
@@ -125,7 +125,3 @@ def main() -> None:
                 f"largest piece {result['piece']:.1f} MB",
                 flush=True,
             )
-
-
-if __name__ == "__main__":
-    main()

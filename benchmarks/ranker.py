@@ -1,7 +1,7 @@
 """How well an owner predicts which prompts get the longest responses, and what a prediction costs.
 
-    python -m benchmarks.ranker             # seconds: lengths of a real model, recorded in smollm2_lengths.npz
-    make smollm2 && python -m benchmarks.ranker --record    # record more: SmolLM2-135M-Instruct, 9 minutes
+    python -m benchmarks ranker             # seconds: lengths of a real model, recorded in smollm2_lengths.npz
+    make smollm2 && python -m benchmarks ranker --record    # record more: SmolLM2-135M-Instruct, 9 minutes
 
 The prompts are a mix of reasoning-gym tasks. Prompts come in steps of `STEP`, in a shuffled order; each is predicted
 before the lengths of its step are learned, as an owner does. The figure is the recall of the longest 20% of each step:
@@ -224,8 +224,4 @@ def main() -> None:
     if FILE.exists():
         judge("SmolLM2-135M-Instruct on reasoning-gym tasks", recorded(), args.orders)
     else:
-        print(f"{FILE.name} is missing: make smollm2 && python -m benchmarks.ranker --record")
-
-
-if __name__ == "__main__":
-    main()
+        print(f"{FILE.name} is missing: make smollm2 && python -m benchmarks ranker --record")

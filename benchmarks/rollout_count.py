@@ -1,6 +1,6 @@
 """How well one more generating worker, or one fewer, is predicted: by the formula, beside simulations of both.
 
-    python -m benchmarks.rollout_count            # 168 pairs of simulations: some minutes of a core
+    python -m benchmarks rollout_count            # 168 pairs of simulations: some minutes of a core
 
 Of 32 groups of 8 samples on 2 training workers, with the latency model of a 7B model, all on one host; and of longer
 samples on 4 training workers, with more slots than there are samples. What the formula knows is what a run measures.
@@ -86,7 +86,3 @@ def main() -> None:
                 f"{'or '.join(f'{n} ' for n in slots)}slots, {name:10s} {len(found)} pairs: mean error "
                 f"{statistics.mean(sizes):.3f} of a step, mean {statistics.mean(found):+.3f}, largest {max(sizes):.3f}"
             )
-
-
-if __name__ == "__main__":
-    main()

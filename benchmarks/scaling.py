@@ -1,7 +1,7 @@
 """Weak scaling: a constant share for each worker, the times of a 7B model on H100s, and more and more real workers.
 
-    python -m benchmarks.scaling                        # 4, 8, 16, 32 and 64 workers on this machine
-    python -m benchmarks.scaling --workers 4 64 --steps 20
+    python -m benchmarks scaling                        # 4, 8, 16, 32 and 64 workers on this machine
+    python -m benchmarks scaling --workers 4 64 --steps 20
 
 Half of the workers generate, half train: 8 prompts × 8 samples a training step for each pair, staleness 1, lognormal
 lengths that are cut off at 1,024 tokens, so that the longest of a step are equally long however many there are. Devices
@@ -74,7 +74,3 @@ def main() -> None:
             f"{busy_s / (time.monotonic() - begin):.2f} of {psutil.cpu_count()}; private memory ≤ {private:.0f} MiB",
             flush=True,
         )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,9 +1,9 @@
 """The simulator against reality: real workers on emulated devices, and the simulation of the same plans.
 
-    python -m benchmarks.sim_check                        # all configurations, one after another
-    python -m benchmarks.sim_check --only kill slow       # some of them
-    python -m benchmarks.sim_check --record real.json     # run them and keep what was measured …
-    python -m benchmarks.sim_check --recorded real.json   # … to be compared without running them again
+    python -m benchmarks sim_check                        # all configurations, one after another
+    python -m benchmarks sim_check --only kill slow       # some of them
+    python -m benchmarks sim_check --record real.json     # run them and keep what was measured …
+    python -m benchmarks sim_check --recorded real.json   # … to be compared without running them again
 
 Seconds of a training step, the first ones excluded, and how many versions old the groups that are trained on are. The
 real ones have processes, sockets, sums and weights that the simulation has not, on whatever cores are here.
@@ -191,7 +191,3 @@ def main() -> None:
             f"simulated {_shown(expected.staleness)}",
             flush=True,
         )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,8 +1,8 @@
 """Simulations recorded in RESULTS.md: scale, a single controller beside it, and what rules and schedules are worth.
 
-    python -m benchmarks.simulated scale [N …]          python -m benchmarks.simulated hub [N …]
-    python -m benchmarks.simulated tails [short|heavy|agentic …]
-    python -m benchmarks.simulated schedules [short|heavy|agentic …]
+    python -m benchmarks simulated scale [N …]          python -m benchmarks simulated hub [N …]
+    python -m benchmarks simulated tails [short|heavy|agentic …]
+    python -m benchmarks simulated schedules [short|heavy|agentic …]
 
 All on the latency model of an H100 with a 7B model. Nothing is run but the simulator, so a machine of any size will do.
 """
@@ -309,9 +309,9 @@ def filter_late(work: Load, device: DeviceLatency, lengths: Lengths) -> Iterator
         yield f"    {late:.1%} at staleness {bound}"
 
 
-def main(words: Sequence[str]) -> None:
+def main() -> None:
     """One part of the file's table of contents."""
-    what, *rest = words or ["tails"]
+    what, *rest = sys.argv[1:] or ["tails"]
     counts = [int(word) for word in rest] if what in ("scale", "hub") else []
     if what == "scale":
         scale(counts or [8, 64, 512, 4096])
@@ -321,7 +321,3 @@ def main(words: Sequence[str]) -> None:
         schedules(rest or list(LENGTHS))
     else:
         tails(rest or list(LENGTHS))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

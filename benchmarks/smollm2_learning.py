@@ -1,7 +1,7 @@
 """Whether the real model of recipe `reasoning` learns a reasoning-gym task: the same held-out prompts before and after.
 
     make smollm2
-    python -m benchmarks.smollm2_learning --steps 40
+    python -m benchmarks smollm2_learning --steps 40
 
 Trains on sums and differences of two numbers of one or two digits, and validates on others; those that also occur in
 training are left out of the figures. Prints the mean score and the share that is exactly right, before and after, and
@@ -81,7 +81,3 @@ def main() -> int:
         print(f"{name}: score {statistics.fmean(values):.4f}, exactly right {exact:.3f}")
     print(f"change over {len(prompts)} held-out prompts: {mean:+.4f} ± {half:.4f} (95%)")
     return int(not mean - half > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """Training over two sites that a slow link joins, beside the same hosts at one site; engines and backends emulated.
 
-    python -m benchmarks.two_sites --rounds 3 --steps 16
+    python -m benchmarks two_sites --rounds 3 --steps 16
 
 Four hosts (network namespaces): one trains, three generate, two of them far away. The two ways take turns; needs root,
 sshd and /dev/net/tun. All bytes of each version cross (`weights.encoding=full`), so that they can be counted.
@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.emulated import BASE, ROOT, WARMUP, device, options
-from distflow.bench.slow_link import SiteLink
 from tests.hosts.netns import NetHosts
+from tests.hosts.slow_link import SiteLink
 
 LINK = SiteLink(50e6, 0.05)
 FAR = (2, 3)
@@ -85,7 +85,3 @@ def main() -> None:
             print(f"round {number + 1}: {what}: {seconds:.2f} s a step{crossed}", flush=True)
     one, two = (statistics.median(found[apart]) for apart in (False, True))
     print(f"one site {one:.2f} s a step, two sites {two:.2f}: {one / two:.2f} of its throughput")
-
-
-if __name__ == "__main__":
-    main()

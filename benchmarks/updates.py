@@ -1,6 +1,6 @@
 """How long an engine stands still while new weights that lie ready are put into it, beside a plain copy of them.
 
-    python -m benchmarks.updates --params 135m
+    python -m benchmarks updates --params 135m
 
 The torch engine, and SGLang whose processes map the weights or are sent them, as one process and as two. One engine
 after another, as an idle SGLang takes time from others; its rounds alternate with the copy. Medians and their ratios
@@ -68,7 +68,3 @@ def main() -> None:
         engine.close()
         took, ratio = statistics.median(updated), statistics.median(updated) / statistics.median(copied)
         print(f"{args.params:>5} {size / 1e6:.0f} MB: {name:20s} {1e3 * took:8.1f} ms, {ratio:.1f} x copy", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """What a host does to weights on their way: rounding to fp8 and back, keeping a delta, copying a trainer's part.
 
-    python -m benchmarks.weight_coding
+    python -m benchmarks weight_coding
 
 Each beside what it could be at best, or used to be, in turns; printed are medians and the lowest and highest ratio of
 a turn:
@@ -152,7 +152,3 @@ def main() -> None:
     for name, found in rows.items():
         print(f"{name}: {statistics.median(found):.3f} ({min(found):.3f}–{max(found):.3f})")
     print(f"{len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.0f}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """What crosses to another host after an optimizer step, and how long it takes: only what has changed, or all.
 
     make smollm2
-    python -m benchmarks.weight_delta --links 1gbit
+    python -m benchmarks weight_delta --links 1gbit
 
 The real SmolLM2-135M in bfloat16, with float32 masters, is trained on the answers to a reasoning-gym task by AdamW.
 Each version is published and fetched twice, in turns of changing order: in full, and as what has changed since the
@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -32,8 +31,7 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.lora_publishing import chats, learn
-from distflow.bench.hosts import BridgedHosts
-from distflow.bench.team import Team
+from benchmarks.parts.team import Team
 from distflow.config.plugins import BACKENDS
 from distflow.config.schema import ModelConfig
 from distflow.flow.resolve import resolve
@@ -47,6 +45,7 @@ from distflow.weights.swarm.delta_fetch import make
 from distflow.weights.swarm.delta_memory import DeltaFile
 from distflow.weights.swarm.reader import SwarmReader
 from distflow.weights.swarm.server import SwarmServer
+from tests.hosts.bridged import BridgedHosts
 
 KINDS = {"full": False, "delta": True}
 """How versions are sent, each with whether what has changed is served, too."""
@@ -211,7 +210,3 @@ def main() -> int:
             hosts = stack.enter_context(BridgedHosts(2, args.links)).hosts
             ends = {name: (host.address, host.network) for name, host in zip(ends, hosts, strict=True)}
         return int(not all([measure(args, lr, ends) for lr in args.lr]))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """What a version of weights costs hosts that have the one before, an older one, or none: bytes over the network.
 
-    python -m benchmarks.weights_behind [--megabytes 64] [--versions 72] [--changed 0.01 0.03]
+    python -m benchmarks weights_behind [--megabytes 64] [--versions 72] [--changed 0.01 0.03]
 
 A publisher goes through versions of a bfloat16 model, at each of which another share of the values has changed. Readers
 that pass nothing on fetch them over loopback, so that all of their bytes come from the publisher: one at each version,
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
 import uuid
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ from contextlib import ExitStack
 
 import torch
 
-from distflow.bench.weights_workers import LOOPBACK
+from benchmarks.parts.weights_workers import LOOPBACK
 from distflow.types import Version
 from distflow.weights.manifest import Manifest
 from distflow.weights.segments.shm import ShmPublisher
@@ -108,7 +107,3 @@ def main() -> int:
     for changed in args.changed:
         measure(args.megabytes << 20, args.versions, changed)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

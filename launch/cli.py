@@ -60,7 +60,6 @@ GROUPS = {
     "Measure": {
         "simulate": "Predict step time and idle time of a recipe on given devices; search for faults.",
         "profile": "Measure a recipe's engine and backend, and write a latency model of them.",
-        "bench": "Measure the data plane on this machine, beside its limits and other systems.",
         "doctor": "Check this machine, and look for leftovers of dead runs.",
         "": "distflow simulate quickstart",
     },
@@ -79,10 +78,9 @@ BESIDE = {
     "convert": ("config", "convert"),
     "evaluate": ("export", "evaluate"),
     "logs": ("worker", "logs"),
+    "profile": ("simulate", "profile"),
 }
 """File and name of commands that stand in the file of another one."""
-ELSEWHERE = {"bench": "distflow.bench.command", "profile": "distflow.bench.profile_command"}
-"""Modules of commands that do not stand in `launch/commands/`."""
 
 
 class LazyGroup(click.Group):
@@ -98,8 +96,6 @@ class LazyGroup(click.Group):
             raise click.UsageError(f"there is no command {cmd_name!r} — {did_you_mean(cmd_name, COMMANDS)}", ctx)
         file, name = BESIDE.get(cmd_name, (cmd_name, "command"))
         module = f"distflow.launch.commands.{file}"
-        if cmd_name in ELSEWHERE:
-            module, name = ELSEWHERE[cmd_name], cmd_name
         found = getattr(importlib.import_module(module), name)
         assert isinstance(found, click.Command), f"{module}.{name} is not a click command"
         return found

@@ -18,15 +18,16 @@ from typing import Any
 import pytest
 import yaml
 
-from benchmarks import agents, control_path, emulated, gpu_parts, house, on_gpu
-from distflow.bench import other_systems
-from distflow.bench.hosts import bits_per_second, why_no_hosts
-from distflow.bench.team import MemberFailed, Team
-from distflow.bench.turns import take_turns
+import benchmarks.__main__ as benchmarks
+from benchmarks import agents, control_path, emulated, house, on_gpu
+from benchmarks.parts import gpu as gpu_parts
+from benchmarks.parts import other_systems
+from benchmarks.parts.team import MemberFailed, Team
+from benchmarks.parts.turns import take_turns
 from distflow.errors import UserError
 from distflow.exchange.length_ranker import LengthRanker, recall
-from distflow.launch import cli
 from distflow.sim.emulation import DrawnLengths, EmulatedEngineOptions
+from tests.hosts.bridged import bits_per_second, why_no_hosts
 
 
 def test_the_agents_turn(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,11 +124,11 @@ def test_long_prompts_of_the_schedules_are_long_in_each_pass(monkeypatch: pytest
 def bench(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Callable[..., dict[str, Any]]:
-    """Runs one benchmark of `distflow bench` at a tiny size, without other systems, and returns what it prints."""
+    """Runs one benchmark at a tiny size, without other systems, and returns what it prints."""
     monkeypatch.setattr(other_systems, "USUAL", tmp_path / "bin" / "python")
 
     def run(*arguments: str) -> dict[str, Any]:
-        assert cli.run(["bench", *arguments, "--json", "--repetitions", "1"]) == 0
+        assert benchmarks.main([*arguments, "--json", "--repetitions", "1"]) == 0
         found: dict[str, Any] = json.loads(capsys.readouterr().out)
         return found
 
@@ -142,7 +143,7 @@ def test_the_step_reaches_its_trainers(bench: Callable[..., dict[str, Any]]) -> 
 
 
 def test_rows_are_exchanged_in_turn_with_what_memory_does(bench: Callable[..., dict[str, Any]]) -> None:
-    found = bench("exchange", "--rows", "80", "--row-bytes", "65536")
+    found = bench("rows", "exchange", "--rows", "80", "--row-bytes", "65536")
     as_samples = ("batch_put_gb_s", "batch_get_ms", "batch_touch_gb_s", "batch_cpu_s_per_gb")
     for name in ("put_gb_s", "get_ms", "touch_gb_s", "cpu_s_per_gb", "shm_copy_gb_s", "lane_of_plain_zmq", *as_samples):
         assert found[name] > 0.0, name
@@ -150,7 +151,7 @@ def test_rows_are_exchanged_in_turn_with_what_memory_does(bench: Callable[..., d
 
 
 def test_a_row_is_seen_by_who_waits_for_it(bench: Callable[..., dict[str, Any]]) -> None:
-    found = bench("latency", "--count", "5", "--row-bytes", "64")
+    found = bench("rows", "latency", "--count", "5", "--row-bytes", "64")
     assert 0.0 < found["visible_p50_ms"] <= found["visible_p99_ms"]
     assert found["cycles_per_s"] > 0.0
     assert found["zmq_rtt_ms"] > 0.0
@@ -223,7 +224,7 @@ def test_a_system_that_is_not_installed_is_left_out_with_the_reason(script: str)
 
 
 def test_a_member_of_a_team_that_ends_is_told() -> None:
-    with Team("distflow.bench.team") as team:
+    with Team("benchmarks.parts.team") as team:
         team.start("one", _end, None)
         with pytest.raises(MemberFailed, match="one ended"):
             team.answers(["one"])

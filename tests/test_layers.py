@@ -30,14 +30,13 @@ ALLOWED["comm"] = ALLOWED["algorithms"] | {"algorithms"}
 ALLOWED["exchange"] = ALLOWED["comm"] | {"comm", "metrics"}
 ALLOWED["weights"] = ALLOWED["comm"] | {"comm"}
 ALLOWED["cluster"] = ALLOWED["comm"] | {"comm"}
-ALLOWED["sim"] = ALLOWED["exchange"] | {"exchange", "weights", "cluster"}
 ALLOWED["runtime"] = ALLOWED["exchange"] | {"exchange", "weights"}
+ALLOWED["sim"] = ALLOWED["runtime"] | {"runtime", "cluster"}
 ALLOWED["workers"] = ALLOWED["runtime"] | {"runtime"}
 ALLOWED["launch"] = ALLOWED["runtime"] | {"runtime", "sim", "cluster"}
 ALLOWED["client"] = ALLOWED["launch"] | {"launch"}
-ALLOWED["bench"] = ALLOWED["runtime"] | {"runtime", "sim"}
 ALLOWED["testing"] = ALLOWED["runtime"] | {"runtime", "sim", "workers"}
-"""The roof (workers, launch, bench) and the test kit beside it; nobody imports recipes."""
+"""The roof (workers, launch) and the test kit beside it; nobody imports recipes."""
 
 ROOMS: dict[str, set[str]] = {"run": set(), "observe": {"run"}}
 ROOMS["agent"] = ROOMS["observe"] | {"observe"}

@@ -16,7 +16,7 @@ With M workers a step is changed by
             ahead = max(0, i - w) if samples may be stale, else 0: what generation can be late before training waits
 
 f was fitted to simulations of one to ten generating workers, at max_staleness 0, 1 and 2, with lognormal lengths of
-sigma 0.3 to 1.1, and 16 or 64 slots; in others there are 512, more than samples (`python -m benchmarks.rollout_count`).
+sigma 0.3 to 1.1, and 16 or 64 slots; in others there are 512, more than samples (`python -m benchmarks rollout_count`).
 Of one more worker the mean error is 2% of a step, and 14% at most; of one fewer 3%, and 19% at most.
 """
 

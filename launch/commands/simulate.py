@@ -1,4 +1,4 @@
-"""`distflow simulate`: what a recipe would do on given devices, in virtual time; and the search for faults."""
+"""`distflow simulate`: what a recipe would do on given devices, and the search for faults; and `distflow profile`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -17,13 +17,15 @@ import click
 from click.core import ParameterSource
 
 from distflow.cluster.processes import STOPPED
-from distflow.config.outputs import check_writable
+from distflow.config.outputs import cannot_write, check_writable
 from distflow.errors import UserError
 
 if TYPE_CHECKING:
     from distflow.sim.fluid_engine import SampleTurns
+    from distflow.sim.latency import DeviceLatency
     from distflow.sim.plan_simulation import Simulated, SimulationInput
     from distflow.sim.predict import Prediction
+    from distflow.sim.profiling import Measurements
 
 DEVICE = "h100-qwen2.5-7b"
 MOST = 100
@@ -385,3 +387,86 @@ def _timeline(prediction: Prediction) -> dict[str, Any]:
         ]
         tracks.append(Track(worker, threads={1: "simulated"}, spans=kept))
     return tracks_trace(tracks, {"simulated": True, "step_s": prediction.step_s})
+
+
+@click.command(name="profile")
+@click.argument("recipe")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]…")
+@click.option("-o", "--output", required=True, type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.yaml")
+def profile(recipe: str, overrides: tuple[str, ...], output: Path) -> int:
+    """Measure how long the engine and the backend of RECIPE take on this machine, and write a latency model.
+
+    `distflow simulate` and the emulated engine take the file as a device. Needs the recipe's model and its device, and
+    nothing of a run; what has no figure here (links between hosts) is assumed, and the file says so.
+    """
+    from distflow.flow.recipe_check import plan_recipe
+    from distflow.sim.profiling import measure
+
+    if output.suffix != ".yaml":
+        raise UserError(f"-o {output}: a latency model is told from a shipped name by its ending: expected .yaml")
+    check_writable("-o", output)
+    _, plan = plan_recipe(recipe, overrides)
+    measured = measure(plan, lambda what: click.echo(f"measuring: {what}", err=True))
+    model = plan.recipe.models[plan.primary]
+    words = shlex.join(["distflow", "profile", recipe, *overrides])
+    of = f"{model.path or f'models.{plan.primary} of {recipe}'}, {model.dtype}"
+    latency, notes = _fitted(measured, of, words, recomputed=model.gradient_checkpointing)
+    _write_latency(output, latency)
+    for note in notes:
+        click.echo(note)
+    click.echo(f"{output}: use it as `device: {output}` of an emulated engine, or simulate with it")
+    return 0
+
+
+def _fitted(measured: Measurements, model: str, words: str, *, recomputed: bool) -> tuple[DeviceLatency, list[str]]:
+    """The fitted model, and what to know about it."""
+    from distflow.sim.fitting import fit_decode, fit_training
+    from distflow.sim.latency import DeviceCount, DeviceLatency, WeightLatency
+
+    decode, off_decode = fit_decode(measured.decode, measured.prefill)
+    fitted, off_train = fit_training(measured.train, measured.apply_s)
+    train = replace(fitted, recomputed=recomputed)
+    moved = measured.weights
+    weights = WeightLatency(moved.nbytes, moved.publish_s, moved.swap_s, moved.copy_bytes_s)
+    notes = [
+        f"decode step: max({_short(decode.floor_s)}, {_short(decode.sample_s)} a sample), and "
+        f"{_short(decode.context_s)} a token of context; {len(measured.decode)} measured, {off_decode}",
+        f"forward and backward: {_short(train.latency_s)}, {_short(train.token_s)} a token, {_short(train.pair_s)} "
+        f"a pair of tokens in a row; {len(measured.train)} measured, {off_train}",
+        f"weights: {moved.nbytes / 1e6:.1f} MB, published in {_short(moved.publish_s)}, loaded in "
+        f"{_short(moved.swap_s)}; optimizer step: {_short(train.apply_s)}",
+    ]
+    sources = (
+        f"measured: {words}",
+        f"decode steps {off_decode}",
+        f"forward and backward {off_train}",
+        "assumed, not measured: link_bytes_s",
+    )
+    gpus = DeviceCount(engine=measured.engine_gpus)
+    return DeviceLatency(_device_name(measured.device), model, sources, decode, train, weights, gpus=gpus), notes
+
+
+def _short(seconds: float) -> str:
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e9:.3g} ns"
+
+
+def _device_name(device: str) -> str:
+    import torch
+
+    from distflow.flow.lineage import processor
+
+    return torch.cuda.get_device_name(device) if device.startswith("cuda") else processor()
+
+
+def _write_latency(path: Path, latency: DeviceLatency) -> None:
+    from distflow.config.yamlfile import yaml_text
+
+    values = asdict(latency)
+    values["sources"] = list(latency.sources)
+    try:
+        path.write_text(yaml_text(values), encoding="utf-8")
+    except OSError as error:
+        raise cannot_write("-o", path, error) from None

@@ -7,8 +7,8 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 
-from distflow.bench.hosts import FAST, BridgedHosts, NetHost, pids_in, run, why_no_hosts
-from distflow.bench.slow_link import SiteLink
+from tests.hosts.bridged import FAST, BridgedHosts, NetHost, pids_in, run, why_no_hosts
+from tests.hosts.slow_link import SiteLink
 
 SSHD = Path("/usr/sbin/sshd")
 START_S = 10.0

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from distflow.bench.slow_link import TUN, SiteLink
 from distflow.flow.recipe_check import plan_recipe
 from distflow.flow.sizes import model_size
 from tests.e2e.runs import SMALL
 from tests.hosts.conftest import Cluster, reason
 from tests.hosts.netns import NetHosts
+from tests.hosts.slow_link import TUN, SiteLink
 from tests.hosts.test_hosts_e2e import hosts_file
 from tests.hosts.test_training_on_hosts import await_end, await_steps, check_exactly_once, folders_of
 

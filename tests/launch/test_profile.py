@@ -8,14 +8,13 @@ from statistics import median
 
 import pytest
 
-from distflow.bench import profiling
-from distflow.bench.profiling import measure
 from distflow.errors import UserError
 from distflow.flow.recipe_check import plan_recipe
 from distflow.launch.cli import run
 from distflow.parts import tokens_of, whole_lengths
-from distflow.sim import latency
+from distflow.sim import latency, profiling
 from distflow.sim.fitting import fit_decode
+from distflow.sim.profiling import measure
 from tests.launch.clocked_engine import CLOCK
 
 SMALL = ["layout=split", "layout.pools.rollout.slots=4", "batch.tokens_per_microbatch=64", "batch.prompts=8"]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from distflow.bench.profiling import DecodeTime, TrainTime
 from distflow.parts import unshared
 from distflow.sim.fitting import fit_decode, fit_training
 from distflow.sim.latency import DecodeLatency, TrainLatency
+from distflow.sim.profiling import DecodeTime, TrainTime
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 

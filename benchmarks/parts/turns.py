@@ -6,9 +6,12 @@ contestant one turn, and the first turns are not counted (they touch memory and 
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import signal
 import statistics
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +23,7 @@ Figures = Mapping[str, float]
 Turn = Callable[[], Figures]
 
 log = logger(__name__)
+REPETITIONS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,3 +103,13 @@ class Measurement:
 def _rounded(value: float) -> float:
     """Four digits are more than a repetition agrees on."""
     return float(f"{value:.4g}")
+
+
+def turn_options(about: str | None) -> argparse.ArgumentParser:
+    """Make the parser of a benchmark whose contestants take turns, with the options that all of these have."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repetitions", type=int, default=REPETITIONS)
+    parser.add_argument("--json", action="store_true", help="one line of JSON a measurement")
+    # What a benchmark has started ends with it, however it is ended.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    return parser

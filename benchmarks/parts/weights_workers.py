@@ -1,4 +1,4 @@
-"""The processes of `distflow bench weights`: a publisher, readers on its host, and one for each further host."""
+"""The processes of benchmark `weights`: a publisher, readers on its host, and one for each further host."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def kinds() -> tuple[str, ...]:
 
 
 def _nixl(kind: str) -> NixlSetting | None:
-    return NixlSetting(LOOPBACK, "distflow bench weights", Path(os.devnull)) if kind == ONE_SIDED else None
+    return NixlSetting(LOOPBACK, "benchmark weights", Path(os.devnull)) if kind == ONE_SIDED else None
 
 
 def _server(kind: str) -> SwarmServer:

@@ -1,4 +1,4 @@
-"""The workers of `distflow bench step`: the cores, channel and endpoints of real ones, without a model.
+"""The workers of benchmark `step`: the cores, channel and endpoints of real ones, without a model.
 
 A generating worker has its samples ready and finishes each group as soon as it is leased. A training worker owns
 ledgers; it takes groups as they arrive and reads every byte of them once.
@@ -15,8 +15,8 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from distflow.bench.driver_shape import DISPATCH, Dispatched, push_to_driver
-from distflow.bench.worker import MeasuredWorker
+from benchmarks.parts.driver_shape import DISPATCH, Dispatched, push_to_driver
+from benchmarks.parts.worker import MeasuredWorker
 from distflow.comm.keys import NetworkListener
 from distflow.comm.message import Message
 from distflow.data.batch import Batch, Column, Ragged, RowRange, join

@@ -1,4 +1,8 @@
-"""`distflow bench step`: the samples of one training step on their way from the workers that made them to the trainers.
+"""The samples of one training step from the workers that made them to the trainers, beside verl, siiRL and Ray.
+
+    make peers-venv                    # the other systems in a virtual environment of their own
+    python -m benchmarks step [--peers PYTHON]
+    python -m benchmarks step --links 200mbit --hosts 4
 
 Half of the workers have generated the samples, the others train on them (read every byte once). A step begins with
 the leases and ends when all training workers have read all that is theirs. The other systems move the same number of
@@ -13,15 +17,15 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from distflow.bench import step_workers
-from distflow.bench.driver_shape import DRIVER, relay
-from distflow.bench.hosts import BridgedHosts, NetHost, bits_per_second, why_no_hosts
-from distflow.bench.other_systems import OtherSystems
-from distflow.bench.step_workers import TOKEN_BYTES, StepSetting, generate, train
-from distflow.bench.team import Team
-from distflow.bench.turns import Figures, Measurement, Series, Turn, take_turns
+from benchmarks.parts import step_workers
+from benchmarks.parts.driver_shape import DRIVER, relay
+from benchmarks.parts.other_systems import USUAL, OtherSystems
+from benchmarks.parts.step_workers import TOKEN_BYTES, StepSetting, generate, train
+from benchmarks.parts.team import Team
+from benchmarks.parts.turns import Figures, Measurement, Series, Turn, take_turns, turn_options
 from distflow.comm.keys import NetworkListener, make_keys
 from distflow.errors import UserError
+from tests.hosts.bridged import BridgedHosts, NetHost, bits_per_second, why_no_hosts
 
 OTHERS = ("verl", "verl_whole_step", "ray_pull", "ray_pull_numpy", "siirl")
 WARM_UPS = 2
@@ -129,7 +133,7 @@ def measure_links(sizes: Mapping[str, int], repetitions: int, hosts: int, rate: 
     """Ours, and the same with a driver, on hosts whose links carry so much in each direction."""
     measurement = Measurement("step", repetitions)
     if (why := why_no_hosts()) is not None:
-        raise UserError(f"bench step --links: {why}")
+        raise UserError(f"step --links: {why}")
     bytes_per_s = bits_per_second(rate) / 8
     with ExitStack() as stack:
         bridged = stack.enter_context(BridgedHosts(hosts, rate))
@@ -143,3 +147,21 @@ def measure_links(sizes: Mapping[str, int], repetitions: int, hosts: int, rate: 
     measurement.figures["limit_seconds"] = nbytes / bytes_per_s
     measurement.figures["link_share"] = nbytes / bytes_per_s / measurement.figures["seconds"]
     return measurement
+
+
+def main() -> None:
+    """Beside other systems, or over links between hosts."""
+    parser = turn_options(__doc__)
+    parser.add_argument("--peers", metavar="PYTHON", help=f"Python that has the other systems [{USUAL}]")
+    parser.add_argument("--workers", type=int, default=8, help="half generate, half train")
+    parser.add_argument("--samples", type=int, default=4096)
+    parser.add_argument("--tokens", type=int, default=1024, help="of each sample")
+    parser.add_argument("--links", metavar="RATE", help="on hosts (network namespaces) whose links carry this")
+    parser.add_argument("--hosts", type=int, default=4, help="of --links; half generate")
+    chosen = parser.parse_args()
+    sizes = {"workers": chosen.workers, "samples": chosen.samples, "tokens": chosen.tokens}
+    if chosen.links is None:
+        found = measure(sizes, chosen.repetitions, chosen.peers)
+    else:
+        found = measure_links(sizes, chosen.repetitions, chosen.hosts, chosen.links)
+    print(found.show(chosen.json))

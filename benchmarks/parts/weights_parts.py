@@ -1,4 +1,4 @@
-"""The processes that `distflow bench weights` moves parts of a model between, and those of an optimizer step.
+"""The processes that benchmark `weights` moves parts of a model between, and those of an optimizer step.
 
 In parts: trainers hold even ranges of the elements of each tensor, readers want even ranges of its columns. A step: the
 first of AdamW on masters in float32, at LR, published in bfloat16 and fetched on another host in both ways.
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import FileStore
 
-from distflow.bench.weights_workers import LOOPBACK, MODEL, TENSORS, TIMEOUT_S, WeightsSetting, obey
+from benchmarks.parts.weights_workers import LOOPBACK, MODEL, TENSORS, TIMEOUT_S, WeightsSetting, obey
 from distflow.types import Version
 from distflow.weights.manifest import Manifest
 from distflow.weights.segments.shm import ShmPublisher

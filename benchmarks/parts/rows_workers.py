@@ -1,4 +1,4 @@
-"""The two processes of `distflow bench exchange` and `latency`: one puts rows, the other waits for them and reads them.
+"""The two processes of benchmark `rows`: one puts rows, the other waits for them and reads them.
 
 Orders come over the pipe, as a name and a number; each is answered with figures.
 """
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import zmq
 
-from distflow.bench.worker import MeasuredWorker
+from benchmarks.parts.worker import MeasuredWorker
 from distflow.comm.message import Message
 from distflow.data.batch import Batch
 from distflow.data.batch_wire import decode_batch, encode_batch

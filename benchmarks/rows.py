@@ -1,4 +1,7 @@
-"""`distflow bench exchange` and `latency`: rows from one process to another, many at once and one at a time.
+"""Rows from one process to another, many at once and one at a time, beside memory, ZeroMQ and TransferQueue.
+
+    make peers-venv                    # TransferQueue in a virtual environment of its own
+    python -m benchmarks rows [exchange | latency] [--peers PYTHON]
 
 `exchange`: `put` lasts from the rows in memory of one process until the other has them; `get` is what the other then
 needs to have a view of each row, `touch` the same and reading every byte; `batch_…` is the same of rows that are
@@ -15,11 +18,11 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from distflow.bench import rows_workers
-from distflow.bench.other_systems import OtherSystems
-from distflow.bench.rows_workers import READER, WRITER, RowsSetting
-from distflow.bench.team import Team
-from distflow.bench.turns import Figures, Measurement, Turn, take_turns
+from benchmarks.parts import rows_workers
+from benchmarks.parts.other_systems import USUAL, OtherSystems
+from benchmarks.parts.rows_workers import READER, WRITER, RowsSetting
+from benchmarks.parts.team import Team
+from benchmarks.parts.turns import Figures, Measurement, Turn, take_turns, turn_options
 
 PLAIN_SIZES = {"64k": 1 << 16, "256k": 1 << 18, "1m": 1 << 20, "4m": 1 << 22}
 """Messages of plain pyzmq; the best of them counts."""
@@ -171,3 +174,20 @@ def _measured(
         found = take_turns({**contestants(pair), **others.turns}, repetitions)
         measurement.left_out = others.left_out
     return measurement, found
+
+
+def main() -> None:
+    """Both measurements, or the one that is named."""
+    parser = turn_options(__doc__)
+    parser.add_argument("what", nargs="?", choices=["exchange", "latency"], help="default: both")
+    parser.add_argument("--peers", metavar="PYTHON", help=f"Python that has the other system [{USUAL}]")
+    parser.add_argument("--rows", type=int, default=1024, help="of exchange")
+    parser.add_argument("--row-bytes", type=int, help="default: 65,536 of exchange, 4,096 of latency")
+    parser.add_argument("--count", type=int, default=300, help="rows a repetition, of latency")
+    chosen = parser.parse_args()
+    if chosen.what in (None, "exchange"):
+        found = measure_exchange(chosen.rows, chosen.row_bytes or 64 << 10, chosen.repetitions, chosen.peers)
+        print(found.show(chosen.json))
+    if chosen.what in (None, "latency"):
+        found = measure_latency(chosen.row_bytes or 4 << 10, chosen.count, chosen.repetitions, chosen.peers)
+        print(found.show(chosen.json))

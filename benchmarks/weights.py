@@ -1,4 +1,6 @@
-"""`distflow bench weights`: versions of a model to readers on the publisher's host, and to readers on other hosts.
+"""Versions of a model to readers on the publisher's host, and to readers on other hosts, by each link.
+
+    python -m benchmarks weights [--megabytes 64]
 
 Within the host three readers at once check a version and copy it into parameters of their own; the limit is one copy
 of the model in memory. To other hosts (processes that share no memory with the publisher, over loopback) a version
@@ -21,11 +23,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Self
 
-from distflow.bench import weights_parts, weights_workers
-from distflow.bench.team import Team
-from distflow.bench.turns import Figures, Measurement, Turn, take_turns
-from distflow.bench.weights_parts import PartSetting
-from distflow.bench.weights_workers import WeightsSetting
+from benchmarks.parts import weights_parts, weights_workers
+from benchmarks.parts.team import Team
+from benchmarks.parts.turns import Figures, Measurement, Turn, take_turns, turn_options
+from benchmarks.parts.weights_parts import PartSetting
+from benchmarks.parts.weights_workers import WeightsSetting
 from distflow.weights.segments.segment_file import SEGMENTS
 from distflow.weights.segments.shm import segment_prefix
 
@@ -200,3 +202,11 @@ def measure(megabytes: int, repetitions: int) -> Measurement:
         measurement.tell(f"delta_{name}", found["step"], of=name)
     measurement.tell("delta_s", found["step"])
     return measurement
+
+
+def main() -> None:
+    """All links in turn."""
+    parser = turn_options(__doc__)
+    parser.add_argument("--megabytes", type=int, default=64, help="of the model")
+    chosen = parser.parse_args()
+    print(measure(chosen.megabytes, chosen.repetitions).show(chosen.json))

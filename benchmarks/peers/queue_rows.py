@@ -1,4 +1,4 @@
-"""Rows through TransferQueue, with the rows of `distflow bench exchange` and `latency`.
+"""Rows through TransferQueue, with the rows of benchmark `rows`.
 
     python queue_rows.py --rows 1024 --row-bytes 65536 --exchange 1
     python queue_rows.py --rows 1 --row-bytes 4096 --latency 1

@@ -29,7 +29,6 @@ from tokenizers.pre_tokenizers import Split
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.models.qwen2 import modeling_qwen2
 
-from distflow.bench.profiling import measure
 from distflow.config.schema import OptimizerConfig
 from distflow.data.batch import Batch, Ragged
 from distflow.flow.estimate import estimate
@@ -37,6 +36,7 @@ from distflow.flow.plan import Plan
 from distflow.flow.recipe_check import plan_recipe
 from distflow.runtime.protocols import BackendSpec
 from distflow.sim.fitting import fit_decode, fit_training
+from distflow.sim.profiling import measure
 from distflow.types import Version
 from distflow.weights.segments.shm import ShmPublisher, ShmReader
 from distflow.workers.backends.torch_backend import TorchBackend
@@ -61,7 +61,7 @@ TINY = {
     **{"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 64, "tie_word_embeddings": True},
     "max_position_embeddings": 128,
 }
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 LOADED = (modeling_qwen2,)
 """Loaded before parts are forked, so that no part waits for it."""
 CHARACTERS = "0123456789+-*/=?() ABCDEFGHIJKLMNOP"

@@ -20,10 +20,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from distflow.bench.turns import Figures, Turn
+from benchmarks.parts.turns import Figures, Turn
 from distflow.errors import DistflowError
 
-SCRIPTS = Path(__file__).resolve().parent / "peers"
+SCRIPTS = Path(__file__).resolve().parents[1] / "peers"
 START_S = 120.0
 TURN_S = 120.0
 END_S = 20.0

@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
-from distflow.bench.worker import MeasuredWorker
+from benchmarks.parts.worker import MeasuredWorker
 from distflow.comm.message import Message
 from distflow.data.batch import Batch
 from distflow.data.batch_wire import decode_batch, encode_batch
 from distflow.exchange.lease_settings import MESSAGE_BYTES
 
 if TYPE_CHECKING:
-    from distflow.bench.step_workers import StepSetting
+    from benchmarks.parts.step_workers import StepSetting
 
 DRIVER = "driver"
 DISPATCH = "dispatch"

@@ -83,7 +83,7 @@ class Team:
 
 
 def _run(name: str, member: Member, pipe: Connection, setting: object, network: str | None) -> None:
-    name_process(f"distflow bench {name}")
+    name_process(f"benchmark {name}")
     if network is not None:
         _enter(network)
     import torch

@@ -1,4 +1,4 @@
-"""The exchange of one training step by systems that are built on Ray, with the bytes of `distflow bench step`.
+"""The exchange of one training step by systems that are built on Ray, with the bytes of benchmark `step`.
 
     python ray_step.py --workers 8 --samples 4096 --tokens 1024
 

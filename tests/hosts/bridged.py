@@ -23,8 +23,8 @@ from itertools import count
 from multiprocessing.process import BaseProcess
 from typing import Self
 
-from distflow.bench.slow_link import SiteLink, carry, open_tap
 from distflow.errors import DistflowError, UserError
+from tests.hosts.slow_link import SiteLink, carry, open_tap
 
 _SERIAL = count()
 _END_TRIES = 50
