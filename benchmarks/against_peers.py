@@ -1,4 +1,4 @@
-"""Samples per second of the quickstart beside TRL's GRPOTrainer and a bare loop: same model, task, batch and cores.
+"""Samples a second of the quickstart, beside TRL's GRPOTrainer and a bare loop: same model, task, batch and cores.
 
     make peers-venv                              # TRL in a virtual environment of its own
     python -m benchmarks against_peers --rounds 5

@@ -1,4 +1,4 @@
-"""What a host agent costs, by workers and hosts. No process, no socket: the agent's own code alone.
+"""CPU and messages of a host agent, by workers and hosts.
 
     python -m benchmarks agents [--hosts 2 16 125 500 1024 4096] [--rounds 9] [--profile]
     python -m benchmarks agents --mesh 16 128 1024 4096 [--seconds 5] [--deaths 10] [--loss 0.1] [--cut 40]

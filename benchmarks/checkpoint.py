@@ -1,4 +1,4 @@
-"""How long training stands still for a checkpoint, as a share of the time that writing it takes.
+"""Training held up by a checkpoint, as a share of the time that writing it takes.
 
     python -m benchmarks checkpoint --rounds 5 --folder /tmp
 

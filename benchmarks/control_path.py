@@ -1,22 +1,18 @@
-"""CPU time of a group's way from its lease to the training loop, at the owner and at the holder, over real sockets.
+"""CPU time of a group at its owner and its holder, from the lease to the training loop, over real sockets.
 
-    python -m benchmarks control_path [--against PATH | --parts] [--rounds 5] [--groups 600] [--gap-ms 2]
+    python -m benchmarks control_path [--rounds 5] [--groups 600] [--gap-ms 2]
 
 Two processes: an owner of 8 ledgers and a holder that asks, gets leases, and finishes a group of 8 samples every
 `--gap-ms` (nothing is generated). Each is all of a worker that the control path goes through: node, endpoint, lanes,
 lease cores, sample channel, and a loop that waits, takes groups, joins the rows of each step and opens the next one.
 Figures are µs of CPU time a group, after a tenth of the groups as warm-up: of the endpoint's thread, of the loop's
 thread (the holder's without making the samples), and of the whole process (with ZeroMQ's own threads, and at the holder
-with making the samples).
-
-`--against`: a checkout of another revision, measured in turn with this one; ratios are of the medians. `--parts`: which
-part of the work it is, by timers, which cost some time themselves. Prints JSON.
+with making the samples). Prints JSON.
 """
 
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import os
 import statistics
@@ -24,10 +20,23 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
-from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
+
+from distflow.comm.endpoint import Endpoint
+from distflow.comm.membership import Identity, Membership
+from distflow.data.batch import Batch, Ragged, join
+from distflow.exchange.lease_client import HolderCore
+from distflow.exchange.lease_lanes import Lanes
+from distflow.exchange.lease_settings import LeaseSettings
+from distflow.exchange.messages import LeasePrompt
+from distflow.exchange.owner import OwnerCore
+from distflow.exchange.sample_channel import ArrivedGroup, InboundSamples, OutboundSamples
+from distflow.runtime.node import Node
+from distflow.runtime.waits import WaitBoard
+from distflow.types import Uid
 
 GROUP, LEDGERS, EACH = 8, 8, 4
 """Samples a group, ledgers, and groups that a ledger feeds to a training step."""
@@ -35,91 +44,32 @@ OWNER, HOLDER = "trainer/0", "rollout/0"
 PROMPT_TOKENS = 32
 LIMIT_S = 120.0
 HERE = Path(__file__).resolve().parent.parent
-_SAMPLES, _ENDPOINT = "distflow.exchange.sample_channel", "distflow.comm.endpoint"
-PARTS = {
-    "lease core": [
-        *(f"distflow.exchange.owner:OwnerCore.{name}" for name in ("handle", "take", "consumable", "keeps", "advance")),
-        *(f"distflow.exchange.lease_client:HolderCore.{name}" for name in ("handle", "want", "finished")),
-    ],
-    "sample channel": [
-        *(f"{_SAMPLES}:InboundSamples.{name}" for name in ("on_message", "send", "pop")),
-        *(f"{_SAMPLES}:OutboundSamples.{name}" for name in ("on_message", "finish", "send")),
-        f"{_SAMPLES}:_by_group",
-    ],
-    "rows: encode, decode, join": [
-        *(f"{_SAMPLES}:{name}" for name in ("encode_batch", "decode_batch")),
-        "distflow.data.batch:join",
-    ],
-    "lease messages: forms": [*(f"{_SAMPLES}:{name}" for name in ("lease_message", "to_wire", "read_results"))],
-    "headers": [f"{_ENDPOINT}:decode_all", f"{_ENDPOINT}:header_of", "distflow.comm.lanes:pack"],
-    "queue to the endpoint": [f"{_ENDPOINT}:Endpoint.send", "distflow.comm.outbox:Outbox.woken"],
-    "sockets and waiting": [
-        "zmq:Poller.poll",
-        *(f"{_ENDPOINT}:{name}" for name in ("frames_from", "send_message", "zmq.Frame")),
-    ],
-    "endpoint": [f"{_ENDPOINT}:Endpoint._receive", f"{_ENDPOINT}:Endpoint._flush"],
-    "who is it for, lock, wake": [
-        "distflow.runtime.node:Node._receive",
-        "distflow.runtime.waits:WaitBoard.wake",
-        "threading:Condition.wait",
-    ],
-}
-"""Functions whose time counts for a part of the work, without that of other parts."""
 
 
-def node_of(name: str, peer: str, folder: str) -> Any:
+def node_of(name: str, peer: str, folder: str) -> Node:
     """A worker up to its lease messages."""
-    from distflow.comm.endpoint import Endpoint
-    from distflow.comm.membership import Identity, Membership
-    from distflow.runtime.node import Node
-    from distflow.runtime.waits import WaitBoard
-
     roster = {one: f"ipc://{folder}/{one.replace('/', '-')}" for one in (OWNER, HOLDER)}
     me = Identity(name, 0, os.getpid(), 0.0, "same", {}, 0)
-    # As a worker has it; earlier revisions do not know it.
-    known = "shared_memory" in inspect.signature(Endpoint).parameters
-    endpoint = Endpoint(name, 0, roster, **({"shared_memory": True} if known else {}))
+    endpoint = Endpoint(name, 0, roster, shared_memory=True)
     return Node(endpoint, Membership(me, [peer], lambda pid, started: True), WaitBoard())
 
 
-class Lanes:
-    """The lanes of lease messages; earlier revisions have them in another module, and tell the node otherwise."""
-
-    def __init__(self, node: Any) -> None:
-        from importlib import import_module, util
-
-        name = "distflow.exchange.lease_lanes"
-        module = import_module(name if util.find_spec(name) else "distflow.runtime.node")
-        lanes = module.Lanes(node.endpoint)
-        self.post = lanes.post
-        by_node = "node" in inspect.signature(lanes.register).parameters
-        self.register = partial(lanes.register, node if by_node else node.on)
-
-
-def settings_of() -> Any:
+def settings_of() -> LeaseSettings:
     """What owner and holder have agreed on."""
-    from distflow.exchange.lease_settings import LeaseSettings
-
     return LeaseSettings(LEDGERS, EACH, GROUP, 1, 10**6, 1 << 40, lambda tokens: 1 << 20, PROMPT_TOKENS)
 
 
-def meet(node: Any, peer: str) -> None:
+def meet(node: Node, peer: str) -> None:
     """Start, and wait until the peer is there."""
     node.start()
     with node.board.condition:
         assert node.board.condition.wait_for(lambda: node.membership.present(peer), LIMIT_S), f"{peer} is not there"
 
 
-parts: Any = None
-"""The timers of this process, if there are any."""
-
-
 class Clocks:
     """CPU time of the endpoint's thread and of the process so far; a first reading begins the measurement."""
 
-    def __init__(self, node: Any) -> None:
-        if parts is not None:
-            parts.clear()
+    def __init__(self, node: Node) -> None:
         thread = node.endpoint._thread
         self._clock = time.pthread_getcpuclockid(thread.ident)
         self._began = self._read()
@@ -132,27 +82,21 @@ class Clocks:
         endpoint, process = (now - began for now, began in zip(self._read(), self._began, strict=True))
         spent = {"endpoint": endpoint, "loop": loop_s, "threads": endpoint + loop_s, "process": process}
         found: dict[str, Any] = {what: 1e6 * seconds / groups for what, seconds in spent.items()}
-        print(json.dumps(found if parts is None else parts.spent_us(groups)), flush=True)
+        print(json.dumps(found), flush=True)
 
 
 def own(folder: str, groups: int) -> None:
     """The owner's process: takes groups as they arrive, until it has so many, and joins those of each step."""
-    from distflow.data.batch import join
-    from distflow.exchange.messages import LeasePrompt
-    from distflow.exchange.owner import OwnerCore
-    from distflow.exchange.sample_channel import InboundSamples
-    from distflow.types import Uid
-
     node = node_of(OWNER, HOLDER, folder)
     ids = tuple(range(PROMPT_TOKENS))
     prompt = lambda position: LeasePrompt(Uid(0, position, position), ids, "x" * 100, "{}")  # noqa: E731
     core = OwnerCore(OWNER, settings_of(), range(LEDGERS), prompt)
-    lanes = Lanes(node)
+    lanes = Lanes(node.endpoint)
     inbound = InboundSamples(core, lanes.post)
-    lanes.register(inbound.kinds, inbound.on_message)
+    lanes.register(node.on, inbound.kinds, inbound.on_message)
     node.on_tick(lambda now: inbound.send(core.tick(now)))
     meet(node, HOLDER)
-    warm, taken, condition, arrived = groups // 10, 0, node.board.condition, list[Any]()
+    warm, taken, condition, arrived = groups // 10, 0, node.board.condition, list[ArrivedGroup]()
     clocks, began = Clocks(node), time.thread_time()
     while taken < groups:
         with condition:
@@ -176,12 +120,8 @@ def own(folder: str, groups: int) -> None:
     node.close(orderly=True)
 
 
-def rows_of(tokens: int) -> Any:
+def rows_of(tokens: int) -> Batch:
     """The fields of a group's samples, as the quickstart sends them."""
-    import torch
-
-    from distflow.data.batch import Batch, Ragged
-
     number = torch.arange(GROUP)
     ids = Ragged.from_rows([range(tokens)] * GROUP, torch.int64)
     texts = Ragged.from_texts(["x" * tokens] * GROUP)
@@ -207,17 +147,11 @@ def rows_of(tokens: int) -> Any:
 
 def hold(folder: str, groups: int, tokens: int, gap_s: float) -> None:
     """The holder's process: finishes a group at every turn, until the owner needs no more."""
-    import torch
-
-    from distflow.data.batch import Ragged
-    from distflow.exchange.lease_client import HolderCore
-    from distflow.exchange.sample_channel import OutboundSamples
-
     node = node_of(HOLDER, OWNER, folder)
     core = HolderCore(HOLDER, 0, [OWNER], settings_of())
-    lanes = Lanes(node)
+    lanes = Lanes(node.endpoint)
     outbound = OutboundSamples(core, lanes.post)
-    lanes.register(outbound.kinds, outbound.on_message)
+    lanes.register(node.on, outbound.kinds, outbound.on_message)
     node.on_tick(lambda now: outbound.send(core.tick(now)))
     meet(node, OWNER)
     template, condition, leases = rows_of(tokens), node.board.condition, []
@@ -251,16 +185,16 @@ def hold(folder: str, groups: int, tokens: int, gap_s: float) -> None:
     node.close(orderly=True)
 
 
-def once(root: Path, groups: int, tokens: int, gap_ms: float, *more: str) -> dict[str, Any]:
-    """One run of both processes on the code of a checkout."""
+def once(groups: int, tokens: int, gap_ms: float) -> dict[str, Any]:
+    """One run of both processes."""
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         processes = {}
         for side in ("owner", "holder"):
-            options = [side, "--folder", folder, "--groups", groups, "--tokens", tokens, "--gap-ms", gap_ms, *more]
-            command = [sys.executable, str(Path(__file__).resolve()), "--side", *map(str, options)]
-            path = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-            processes[side] = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=path, cwd=root)
+            options = [side, "--folder", folder, "--groups", groups, "--tokens", tokens, "--gap-ms", gap_ms]
+            command = [sys.executable, "-m", "benchmarks", "control_path", "--side", *map(str, options)]
+            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            processes[side] = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=HERE)
         for side, process in processes.items():
             said, _ = process.communicate(timeout=2 * LIMIT_S)
             if process.returncode:
@@ -269,51 +203,24 @@ def once(root: Path, groups: int, tokens: int, gap_ms: float, *more: str) -> dic
     return found
 
 
-def main() -> int:
-    """All cases, in turn."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--against", type=Path)
-    parser.add_argument("--parts", action="store_true")
+def main() -> None:
+    """All cases: medians of their rounds."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--groups", type=int, default=600)
     parser.add_argument("--gap-ms", type=float, default=2.0)
     parser.add_argument("--tokens", type=int, nargs="+", default=[64, 1024])
-    parser.add_argument("--side", choices=("owner", "holder"))
+    parser.add_argument("--side", choices=("owner", "holder"), help="this process is one of the two")
     parser.add_argument("--folder", default="")
     options = parser.parse_args()
-    if options.side and options.parts:
-        from benchmarks.parts.thread_parts import ThreadParts
-
-        global parts
-        parts = ThreadParts(PARTS)
     if options.side == "owner":
-        own(options.folder, options.groups)
-        return 0
+        return own(options.folder, options.groups)
     if options.side == "holder":
-        hold(options.folder, options.groups, options.tokens[0], options.gap_ms / 1000)
-        return 0
-    if options.parts:
-        runs = {tokens: once(HERE, options.groups, tokens, options.gap_ms, "--parts") for tokens in options.tokens}
-        print(json.dumps({f"{GROUP} x {tokens} tokens": found for tokens, found in runs.items()}, indent=1))
-        return 0
-    roots = {"here": HERE} | ({} if options.against is None else {"there": options.against.resolve()})
-    report: dict[str, Any] = {}
+        return hold(options.folder, options.groups, options.tokens[0], options.gap_ms / 1000)
+    report: dict[str, dict[str, float]] = {}
     for tokens in options.tokens:
-        times: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-        for number in range(options.rounds):
-            for which in sorted(roots, reverse=bool(number % 2)):
-                for what, value in once(roots[which], options.groups, tokens, options.gap_ms).items():
-                    times[which][what].append(value)
-        medians = {
-            which: {w: round(statistics.median(v), 1) for w, v in found.items()} for which, found in times.items()
-        }
-        if "there" in medians:
-            there, here = medians["there"], medians["here"]
-            medians["ratio"] = {what: round(here[what] / there[what], 3) for what in here}
+        rounds = [once(options.groups, tokens, options.gap_ms) for _ in range(options.rounds)]
+        medians = {what: round(statistics.median(one[what] for one in rounds), 1) for what in rounds[0]}
         report[f"{GROUP} x {tokens} tokens"] = medians
     print(json.dumps(report, indent=1))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return None

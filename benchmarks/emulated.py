@@ -1,4 +1,4 @@
-"""Runs with emulated devices: engines and backends that only wait, so that scheduling is all that is measured.
+"""Scheduling with real processes on emulated devices, which only wait: asynchrony, stealing, services, validation.
 
     python -m benchmarks emulated asynchrony     # steps per second at staleness 0, 1, 2, 4
     python -m benchmarks emulated slow           # one of four rollouts 4 times slower: beside static assignment

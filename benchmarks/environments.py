@@ -1,4 +1,4 @@
-"""What tools of generate steps cost, beside the engine alone: ratios of times measured side by side in one process.
+"""Tools of generate steps, beside the engine alone.
 
     python -m benchmarks environments [--rounds 5] [--params 5m]
 

@@ -1,4 +1,4 @@
-"""How far each shipped flow learns to copy three digits: the quickstart on one process, flows by seeds.
+"""Each shipped flow learning to copy three digits: the quickstart in one process, flows by seeds.
 
     python -m benchmarks flows_learning --flows dr_grpo rloo --seeds 0 1 2
 

@@ -1,4 +1,4 @@
-"""Tokens per second of engines against `generate` of transformers, side by side in one run.
+"""Tokens a second of engines, beside `generate` of transformers.
 
     python -m benchmarks generation --params 5m 54m 135m --batch 16 64 --engines torch sglang
 

@@ -1,11 +1,11 @@
-"""How much there is to read: lines, files and functions, and what of it one training step goes through.
+"""Size of the code: lines, files and functions, and those that one training step calls.
 
     python -m benchmarks house
 
-*Lines of code* are those of `distflow/`, `workers/` and `launch/` without comments, docstrings and blank lines. A
-module *with one importer* is imported by exactly one other. *One training step* of `quickstart layout=colocated`, run
-in one process from its worker's document: the files and functions of ours that are called in it, on any thread. What
-else happens meanwhile (a heartbeat, a dump) differs from step to step; medians over eight of them.
+*Lines of code* are those of `distflow/`, `workers/` and `launch/` without comments, docstrings and blank lines. *One
+training step* of `quickstart layout=colocated`, run in one process from its worker's document: the files and functions
+of ours that are called in it, on any thread. What else happens meanwhile (a heartbeat, a dump) differs from step to
+step; medians over eight of them.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ import subprocess
 import sys
 import tempfile
 import tokenize
-from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 
@@ -78,25 +76,6 @@ def code_lines(path: Path) -> int:
     return len(lines - silent)
 
 
-def importers(known: dict[str, Path]) -> dict[str, set[str]]:
-    """Who imports a module, by its name; lazy imports count."""
-    found: dict[str, set[str]] = defaultdict(set)
-    for name, path in known.items():
-        for imported in _imports(path):
-            if imported in known and imported != name:
-                found[imported].add(name)
-    return found
-
-
-def _imports(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module is not None:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-
-
 def steps() -> list[list[tuple[str, str]]]:
     """(file, function) of all of ours that are called in each training step."""
     with tempfile.TemporaryDirectory(prefix="distflow-house-") as folder:
@@ -110,24 +89,13 @@ def steps() -> list[list[tuple[str, str]]]:
         return [[(file, function) for file, function in one] for one in json.loads(out.read_text())[FIRST:STEPS]]
 
 
-def main() -> int:
-    """Prints the figures."""
+def main() -> None:
+    """Print the figures."""
     known = modules()
-    used = importers(known)
     print(f"lines of code                  {sum(code_lines(path) for path in known.values()):6}")
     for prefix in ("distflow.launch", "distflow.runtime"):
         inside = [name for name in known if name == prefix or name.startswith(prefix + ".")]
         print(f"modules of {prefix:20}{len(inside):6}")
-    alone = [
-        name
-        for name, path in known.items()
-        if name.startswith("distflow.launch.")
-        and ".commands" not in name
-        and path.name != "__init__.py"
-        and len(used[name]) == 1
-    ]
-    print(f"of launch with one importer    {len(alone):6}   {', '.join(name[16:] for name in alone)}")
     called = steps()
     print(f"files of one training step     {median(len({file for file, _ in one}) for one in called):6.0f}")
     print(f"functions of one training step {median(map(len, called)):6.0f}")
-    return 0

@@ -1,4 +1,4 @@
-"""Whether published adapters change an engine's log-probs as they change the trainer's, and what a version weighs.
+"""Published adapters: an engine's change of log-probs beside the trainer's, and the bytes of a version.
 
     make smollm2
     python -m benchmarks lora_publishing

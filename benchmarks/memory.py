@@ -1,4 +1,4 @@
-"""What `distflow plan` estimates beside what real workers hold: the peak of each worker's resident memory.
+"""Peak memory of real workers, beside the estimate of `distflow plan`.
 
     python -m benchmarks memory [--only NAME …] [--smollm2 models/smollm2-135m]
 

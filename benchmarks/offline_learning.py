@@ -1,4 +1,4 @@
-"""What the flows that train on files learn, measured on rows that they have not seen: to copy three digits.
+"""Flows that train on files, measured on rows that they have not seen: to copy three digits.
 
     python -m benchmarks offline_learning --seeds 0 1 2
 

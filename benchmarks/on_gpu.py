@@ -1,4 +1,4 @@
-"""What one GPU does, part by part, each in a process of its own under its own time limit.
+"""Everything that one GPU is measured for, part by part, each in a process of its own with a time limit.
 
     python -m benchmarks on_gpu wheels -o .wheels      # at home: what a bare machine lacks, 64 MiB at most
     python -m benchmarks on_gpu first                  # 8 minutes at most

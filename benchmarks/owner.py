@@ -1,4 +1,4 @@
-"""What a message costs the owner of ledgers, by ledgers, parked asks, holders and open groups: no processes or sockets.
+"""CPU time of a message at an owner, by ledgers, parked asks, holders and open groups: no processes or sockets.
 
     python -m benchmarks owner [--rounds 7] [--seconds 3]
 

@@ -1,4 +1,4 @@
-"""What publishing the weights of a divided model costs a replica in memory, beside its share.
+"""Memory of a replica while it publishes a divided model, beside its share.
 
     python -m benchmarks publishing --params 135m --backends fsdp zero3
 

@@ -1,4 +1,4 @@
-"""How well an owner predicts which prompts get the longest responses, and what a prediction costs.
+"""Prediction of which prompts get the longest responses: recall beside oracles, and its cost.
 
     python -m benchmarks ranker             # seconds: lengths of a real model, recorded in smollm2_lengths.npz
     make smollm2 && python -m benchmarks ranker --record    # record more: SmolLM2-135M-Instruct, 9 minutes

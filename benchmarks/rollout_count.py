@@ -1,4 +1,4 @@
-"""How well one more generating worker, or one fewer, is predicted: by the formula, beside simulations of both.
+"""Prediction of one more or one fewer generating worker: the formula beside simulations.
 
     python -m benchmarks rollout_count            # 168 pairs of simulations: some minutes of a core
 

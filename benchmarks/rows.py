@@ -4,9 +4,8 @@
     python -m benchmarks rows [exchange | latency] [--peers PYTHON]
 
 `exchange`: `put` lasts from the rows in memory of one process until the other has them; `get` is what the other then
-needs to have a view of each row, `touch` the same and reading every byte; `batch_…` is the same of rows that are
-encoded, and decoded where they arrive, as samples are. `latency`: from one row until a consumer
-that waits for it has it; a cycle lasts until the writer knows.
+needs to have a view of each row, `touch` the same and reading every byte. `latency`: from one row until a consumer that
+waits for it has it; a cycle lasts until the writer knows.
 """
 
 from __future__ import annotations
@@ -62,18 +61,6 @@ class Pair:
             "cpu_s_per_gb": (put["cpu_s"] + got["cpu_s"]) / gb,
         }
 
-    def batches(self) -> Figures:
-        """The same as samples travel, which are encoded, and decoded where they arrive."""
-        self.one(READER, "begin")
-        put, got = self.one(WRITER, "batches"), self.one(READER, "columns")
-        gb = self.setting.nbytes / 1e9
-        return {
-            "batch_put_gb_s": gb / put["seconds"],
-            "batch_get_ms": got["get_s"] * 1e3,
-            "batch_touch_gb_s": gb / got["touch_s"],
-            "batch_cpu_s_per_gb": (put["cpu_s"] + got["cpu_s"]) / gb,
-        }
-
     def limits(self) -> Figures:
         """What memory does on this machine now."""
         found, gb = self.one(WRITER, "copy"), self.setting.nbytes / 1e9
@@ -112,17 +99,14 @@ def measure_exchange(rows: int, row_bytes: int, repetitions: int, peers: str | N
 
     def contestants(pair: Pair) -> dict[str, Turn]:
         plain: dict[str, Turn] = {f"plain {n}": partial(pair.plain, size) for n, size in PLAIN_SIZES.items()}
-        return {"distflow": pair.exchange, "batches": pair.batches, "limits": pair.limits, "lane": pair.lane, **plain}
+        return {"distflow": pair.exchange, "limits": pair.limits, "lane": pair.lane, **plain}
 
     measurement, found = _measured("exchange", sizes, contestants, repetitions, peers)
     for name in ("put_gb_s", "get_ms", "touch_gb_s", "cpu_s_per_gb"):
         measurement.tell(name, found["distflow"])
-    for name in ("batch_put_gb_s", "batch_get_ms", "batch_touch_gb_s", "batch_cpu_s_per_gb"):
-        measurement.tell(name, found["batches"])
     for name in ("shm_copy_gb_s", "memcpy_gb_s", "read_gb_s"):
         measurement.tell(name, found["limits"])
     figures = measurement.figures
-    figures["batch_put_of_shm_copy"] = figures["batch_put_gb_s"] / figures["shm_copy_gb_s"]
     figures["put_of_shm_copy"] = figures["put_gb_s"] / figures["shm_copy_gb_s"]
     figures["touch_of_memcpy"] = figures["touch_gb_s"] / figures["memcpy_gb_s"]
     measurement.tell("lane_gb_s", found["lane"], of="gb_s")

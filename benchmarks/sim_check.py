@@ -2,8 +2,6 @@
 
     python -m benchmarks sim_check                        # all configurations, one after another
     python -m benchmarks sim_check --only kill slow       # some of them
-    python -m benchmarks sim_check --record real.json     # run them and keep what was measured …
-    python -m benchmarks sim_check --recorded real.json   # … to be compared without running them again
 
 Seconds of a training step, the first ones excluded, and how many versions old the groups that are trained on are. The
 real ones have processes, sockets, sums and weights that the simulation has not, on whatever cores are here.
@@ -24,7 +22,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from benchmarks.emulated import BASE, ROOT, options
 from distflow.flow.recipe_check import plan_recipe
@@ -170,20 +167,10 @@ def main() -> None:
     """A line for each configuration."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(CONFIGURATIONS), default=list(CONFIGURATIONS))
-    parser.add_argument("--record", type=Path, help="a JSON file to keep what was measured in")
-    parser.add_argument("--recorded", type=Path, help="such a file, instead of running anything")
     chosen = parser.parse_args()
-    known: dict[str, Any] = {} if chosen.recorded is None else json.loads(chosen.recorded.read_text())
     for name in chosen.only:
         configuration = CONFIGURATIONS[name]
-        if name in known:
-            kept = known[name]
-            measured = Figures(kept["step_s"], {int(k): v for k, v in kept["staleness"].items()}, kept["killed_s"])
-        else:
-            measured = real(configuration)
-        known[name] = {name: getattr(measured, name) for name in Figures.__slots__}
-        if chosen.record is not None:
-            chosen.record.write_text(json.dumps(known, indent=1))
+        measured = real(configuration)
         expected = simulated(configuration, measured.killed_s)
         print(
             f"{name:14s} real {measured.step_s:6.2f} s a step, simulated {expected.step_s:6.2f} "

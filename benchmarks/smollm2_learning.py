@@ -1,4 +1,4 @@
-"""Whether the real model of recipe `reasoning` learns a reasoning-gym task: the same held-out prompts before and after.
+"""A real model (recipe `reasoning`) learning a reasoning-gym task: the same held-out prompts before and after.
 
     make smollm2
     python -m benchmarks smollm2_learning --steps 40

@@ -18,7 +18,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from benchmarks.parts import step_workers
-from benchmarks.parts.driver_shape import DRIVER, relay
 from benchmarks.parts.other_systems import USUAL, OtherSystems
 from benchmarks.parts.step_workers import TOKEN_BYTES, StepSetting, generate, train
 from benchmarks.parts.team import Team
@@ -41,10 +40,10 @@ class StepTeam:
         self._sizes = sizes
         self._owners = tuple(f"trainer/{number}" for number in range(half))
         self._holders = tuple(f"rollout/{number}" for number in range(half))
-        self._names = (*self._owners, *self._holders, *([DRIVER] if hosts else []))
+        self._names = (*self._owners, *self._holders)
         self._team = team
         places = self._places(hosts)
-        members = {**dict.fromkeys(self._owners, train), **dict.fromkeys(self._holders, generate), DRIVER: relay}
+        members = {**dict.fromkeys(self._owners, train), **dict.fromkeys(self._holders, generate)}
         keys = make_keys()
         for name in self._names:
             host = places[name]
@@ -64,26 +63,9 @@ class StepTeam:
 
     def turn(self) -> Figures:
         """One step, by leases."""
-        return self._timed({"step": self._owners})
-
-    def driver_turn(self) -> Figures:
-        """One step with everything through the driver."""
-        return self._timed({"collect": self._owners, self._sizes["samples"]: [DRIVER], "push": self._holders})
-
-    def _places(self, hosts: Sequence[NetHost]) -> dict[str, NetHost | None]:
-        """Which host each worker is on; the driver is beside workers that generate."""
-        if not hosts:
-            return dict.fromkeys(self._names)
-        half = len(hosts) // 2
-        sides = ((self._holders, hosts[:half]), (self._owners, hosts[half:]))
-        found = {name: side[n * half // len(names)] for names, side in sides for n, name in enumerate(names)}
-        return {**found, DRIVER: hosts[0]}
-
-    def _timed(self, orders: Mapping[str | int, Sequence[str]]) -> Figures:
         began = time.perf_counter()
-        for order, names in orders.items():
-            self._team.tell(names, order)
-        self._team.answers([name for names in orders.values() for name in names])
+        self._team.tell(self._owners, "step")
+        self._team.answers(self._owners)
         seconds = time.perf_counter() - began
         before, self._used = self._used, self._usage()
         moved = {name: used["bytes"] - before[name]["bytes"] for name, used in self._used.items()}
@@ -97,6 +79,14 @@ class StepTeam:
             "gb_s": gb / seconds,
             "moved_of_batch": everything / 2 / 1e9 / gb,
         }
+
+    def _places(self, hosts: Sequence[NetHost]) -> dict[str, NetHost | None]:
+        """Which host each worker is on."""
+        if not hosts:
+            return dict.fromkeys(self._names)
+        half = len(hosts) // 2
+        sides = ((self._holders, hosts[:half]), (self._owners, hosts[half:]))
+        return {name: side[n * half // len(names)] for names, side in sides for n, name in enumerate(names)}
 
     def _usage(self) -> Mapping[str, Mapping[str, float]]:
         self._team.tell(self._names, "usage")
@@ -130,7 +120,7 @@ def _tell(outcome: Measurement, found: Mapping[str, Series], workers: int) -> No
 
 
 def measure_links(sizes: Mapping[str, int], repetitions: int, hosts: int, rate: str) -> Measurement:
-    """Ours, and the same with a driver, on hosts whose links carry so much in each direction."""
+    """Ours, on hosts whose links carry so much in each direction."""
     measurement = Measurement("step", repetitions)
     if (why := why_no_hosts()) is not None:
         raise UserError(f"step --links: {why}")
@@ -140,7 +130,7 @@ def measure_links(sizes: Mapping[str, int], repetitions: int, hosts: int, rate: 
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="df-")))
         team = stack.enter_context(Team(step_workers.__name__))
         ours = StepTeam(team, folder, sizes, 1 + repetitions, bridged.hosts)
-        found = take_turns({"distflow": ours.turn, "driver": ours.driver_turn}, repetitions)
+        found = take_turns({"distflow": ours.turn}, repetitions)
     _tell(measurement, found, sizes["workers"])
     # Each host that trains gets its share over one link, and nothing else goes over it that way.
     nbytes = sizes["samples"] * sizes["tokens"] * TOKEN_BYTES / (hosts // 2)

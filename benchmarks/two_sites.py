@@ -1,4 +1,4 @@
-"""Training over two sites that a slow link joins, beside the same hosts at one site; engines and backends emulated.
+"""Training over two sites that a slow link joins, beside the same hosts at one site.
 
     python -m benchmarks two_sites --rounds 3 --steps 16
 

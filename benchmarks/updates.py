@@ -1,4 +1,4 @@
-"""How long an engine stands still while new weights that lie ready are put into it, beside a plain copy of them.
+"""Seconds that an engine stands still while new weights are put into it, beside a plain copy.
 
     python -m benchmarks updates --params 135m
 

@@ -1,4 +1,4 @@
-"""What crosses to another host after an optimizer step, and how long it takes: only what has changed, or all.
+"""Bytes and seconds of a version to another host after an optimizer step: only what has changed, or all.
 
     make smollm2
     python -m benchmarks weight_delta --links 1gbit

@@ -1,4 +1,4 @@
-"""Versions of a model to readers on the publisher's host, and to readers on other hosts, by each link.
+"""Versions of a model to readers on the publisher's host and on others, by each link.
 
     python -m benchmarks weights [--megabytes 64]
 
@@ -8,8 +8,7 @@ goes by the swarm, plain and encrypted; the limit is one bare socket into the sa
 what the publisher itself sends to N hosts that fetch at the same time, in models. By the collective link SENDERS
 trainers send their parts to TAKERS readers, each of which wants other parts, over Gloo; the model crosses once. Where
 NIXL is installed, another host reads the version in the publisher's memory (without RDMA cards UCX takes TCP). What
-the step of an optimizer has changed in a model of as many bytes in bfloat16 crosses in turn with all of it
-(`delta_full_s`), digests included.
+an optimizer step has changed is measured by `weight_delta`.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ from distflow.weights.segments.segment_file import SEGMENTS
 from distflow.weights.segments.shm import segment_prefix
 
 PUBLISHER = "publisher"
-STEPPER, FOLLOWER = "stepper", "follower"
 READERS = ("reader-0", "reader-1", "reader-2")
 UPLINKS = (1, 4, 12)
 SENDERS, TAKERS = 2, 3
@@ -55,14 +53,12 @@ class Links:
         team.answers([PUBLISHER, *READERS, *self.hosts])
 
     def with_parts(self, store: Path) -> Self:
-        """And the processes of the collective link, which meet at file `store`, and of an optimizer step."""
+        """And the processes of the collective link, which meet at file `store`."""
         self._ranks = [f"rank-{number}" for number in range(SENDERS + TAKERS)]
         for rank, name in enumerate(self._ranks):
             part = PartSetting(store, rank, SENDERS, TAKERS, self._setting.nbytes)
             self._team.start(name, weights_parts.move_parts, part)
-        self._team.start(STEPPER, weights_parts.step_and_publish, self._setting)
-        self._team.start(FOLLOWER, weights_parts.follow_steps, self._setting)
-        self._team.answers([*self._ranks, STEPPER, FOLLOWER])
+        self._team.answers(self._ranks)
         return self
 
     def memcpy(self) -> Figures:
@@ -119,20 +115,6 @@ class Links:
             "uplink": sum(one["bytes"] for one in found) / self._setting.nbytes,
         }
 
-    def step(self) -> Figures:
-        """A version after an optimizer step, in full and as what has changed."""
-        number = next(self._numbers)
-        (made,) = self._all([STEPPER], "step", number)
-        wires = {way: wire for way, (wire, _) in made.items()}
-        (took,) = self._all([FOLLOWER], "fetch", (number, wires))
-        seconds = {way: made[way][1] + took[way] for way in wires}
-        return {
-            "full_s": seconds["full"],
-            "delta_s": seconds["delta"],
-            "s_ratio": seconds["delta"] / seconds["full"],
-            "bytes_ratio": took["bytes"],
-        }
-
     def _publish(self) -> Any:
         return self._all([PUBLISHER], "publish", next(self._numbers))[0]
 
@@ -167,7 +149,7 @@ def measure(megabytes: int, repetitions: int) -> Measurement:
         contestants |= {kind: partial(links.swarm, kind, 1) for kind in ("plain", "encrypted")}
         if weights_workers.ONE_SIDED in weights_workers.kinds():
             contestants["nixl"] = partial(links.swarm, weights_workers.ONE_SIDED, 1)
-        contestants |= {"collective": links.collective, "step": links.step}
+        contestants["collective"] = links.collective
         contestants |= {f"crowd {hosts}": partial(links.swarm, "crowd", hosts) for hosts in UPLINKS}
         found = take_turns(contestants, repetitions, WARM_UPS)
     figures = measurement.figures
@@ -198,9 +180,6 @@ def measure(megabytes: int, repetitions: int) -> Measurement:
     figures["collective_of_raw_tcp"] = figures["collective_gb_s"] / figures["raw_tcp_gb_s"]
     measurement.tell("collective_cpu_s_per_gb", found["collective"], of="cpu_s_per_gb")
     measurement.tell("collective_uplink_ratio", found["collective"], of="uplink")
-    for name in ("full_s", "s_ratio", "bytes_ratio"):
-        measurement.tell(f"delta_{name}", found["step"], of=name)
-    measurement.tell("delta_s", found["step"])
     return measurement
 
 

@@ -1,4 +1,4 @@
-"""What a version of weights costs hosts that have the one before, an older one, or none: bytes over the network.
+"""Bytes of versions to hosts that have the one before, an older one, or none.
 
     python -m benchmarks weights_behind [--megabytes 64] [--versions 72] [--changed 0.01 0.03]
 

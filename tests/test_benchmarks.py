@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -28,6 +29,16 @@ from distflow.errors import UserError
 from distflow.exchange.length_ranker import LengthRanker, recall
 from distflow.sim.emulation import DrawnLengths, EmulatedEngineOptions
 from tests.hosts.bridged import bits_per_second, why_no_hosts
+
+
+def test_the_program_lists_all_and_tells_a_mistyped_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert benchmarks.main(["--list"]) == 0
+    listed = capsys.readouterr().out
+    for name in benchmarks.names():
+        assert importlib.util.find_spec(f"benchmarks.{name}") is not None
+        assert re.search(rf"^{name} +[A-Z]", listed, re.M), name
+    assert benchmarks.main(["wieghts"]) == 2
+    assert "did you mean 'weights'?" in capsys.readouterr().err
 
 
 def test_the_agents_turn(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,8 +155,7 @@ def test_the_step_reaches_its_trainers(bench: Callable[..., dict[str, Any]]) -> 
 
 def test_rows_are_exchanged_in_turn_with_what_memory_does(bench: Callable[..., dict[str, Any]]) -> None:
     found = bench("rows", "exchange", "--rows", "80", "--row-bytes", "65536")
-    as_samples = ("batch_put_gb_s", "batch_get_ms", "batch_touch_gb_s", "batch_cpu_s_per_gb")
-    for name in ("put_gb_s", "get_ms", "touch_gb_s", "cpu_s_per_gb", "shm_copy_gb_s", "lane_of_plain_zmq", *as_samples):
+    for name in ("put_gb_s", "get_ms", "touch_gb_s", "cpu_s_per_gb", "shm_copy_gb_s", "lane_of_plain_zmq"):
         assert found[name] > 0.0, name
     assert list(found["left_out"]) == ["transferqueue"]
 
@@ -170,11 +180,9 @@ def test_weights_reach_readers_here_and_afar(bench: Callable[..., dict[str, Any]
         "cpu_s_per_gb",
         "collective_gb_s",
         "collective_of_raw_tcp",
-        "delta_s_ratio",
     ):
         assert found[name] > 0.0, name
     assert found["collective_uplink_ratio"] == pytest.approx(1.0, abs=0.01)
-    assert 0.0 < found["delta_bytes_ratio"] < 0.2
     for hosts in (1, 4, 12):
         assert 1.0 <= found[f"uplink_ratio_{hosts}"] < hosts + 0.5, "not to each host by itself"
 
@@ -238,7 +246,6 @@ def test_the_step_over_slow_links(bench: Callable[..., dict[str, Any]]) -> None:
     if (why := why_no_hosts(["tc"])) is not None:
         pytest.skip(why)
     found = bench("step", "--links", "200mbit", "--workers", "4", "--samples", "64", "--tokens", "64")
-    assert found["driver_seconds"] > 0.0
     assert 0.0 < found["link_share"] <= 1.0
 
 
@@ -250,5 +257,5 @@ def test_a_rate_that_tc_would_not_take(rate: str) -> None:
 
 
 def test_the_control_path_can_be_measured() -> None:
-    found = control_path.once(control_path.HERE, groups=40, tokens=8, gap_ms=1.0)
+    found = control_path.once(groups=40, tokens=8, gap_ms=1.0)
     assert min(found[f"{side}_{what}_us"] for side in ("owner", "holder") for what in ("threads", "process")) > 0.0

@@ -25,7 +25,7 @@ from distflow.data.batch_wire import decode_batch, encode_batch
 from distflow.exchange.lease_settings import MESSAGE_BYTES
 
 WRITER, READER = "writer", "reader"
-ROWS, ROW, RAW, BATCH = "rows", "row", "raw", "batch"
+ROWS, ROW, RAW = "rows", "row", "raw"
 SEEN = "seen"
 PLAIN_MS = 60_000
 
@@ -85,7 +85,6 @@ def write(name: str, pipe: Connection, setting: RowsSetting) -> None:
         {
             "put": writer.put,
             "raw": writer.raw,
-            "batches": writer.batches,
             "row": writer.row,
             "copy": writer.copy,
             "plain": writer.plain,
@@ -131,17 +130,6 @@ class Writer:
                 self._sockets.push(READER, RAW, {}, [data[at : at + MESSAGE_BYTES]])
             self._sockets.drain(READER)
         return {"seconds": time.perf_counter() - began}
-
-    def batches(self, _: int) -> dict[str, float]:
-        """All rows as samples travel: encoded into one buffer a message, until the reader has decoded them."""
-        began, cpu = time.perf_counter(), time.process_time()
-        for part in self._setting.parts():
-            description, buffer = encode_batch(Batch({"x": self._table[part.start : part.stop]}))
-            with self._worker.changed:
-                self._worker.push(READER, BATCH, {"batch": description}, [buffer])
-        with self._worker.changed:
-            self._worker.drain(READER)
-        return {"seconds": time.perf_counter() - began, "cpu_s": time.process_time() - cpu}
 
     def row(self, count: int) -> dict[str, list[float]]:
         """One row after another: seconds until the waiting reader had it, and until this was known here."""
@@ -205,7 +193,7 @@ def read(name: str, pipe: Connection, setting: RowsSetting) -> None:
     sockets = MeasuredWorker(name, setting.sockets, shared_memory=False)
     sockets.start(lambda message, now: sockets.took(message), lambda now: None)
     worker.meet(pipe)
-    orders = {"begin": reader.begin, "get": reader.get, "columns": reader.columns, "row": reader.row}
+    orders = {"begin": reader.begin, "get": reader.get, "row": reader.row}
     serve(pipe, {**orders, "plain": reader.plain, "echo": reader.echo})
     worker.endpoint.close()
     sockets.endpoint.close()
@@ -218,7 +206,6 @@ class Reader:
         self._worker = worker
         self._setting = setting
         self._arrived: list[Message] = []
-        self._batches: list[Batch] = []
         self._cpu_s = 0.0
         self._waiting: deque[Message] = deque()
 
@@ -229,8 +216,6 @@ class Reader:
             return
         if message.kind == ROWS:
             self._arrived.append(message)
-        if message.kind == BATCH:
-            self._batches.append(decode_batch(message.body["batch"], message.payload[0]))
         self._worker.took(message)
 
     def begin(self, _: int) -> None:
@@ -248,19 +233,6 @@ class Reader:
         touch(rows)
         seconds = time.perf_counter() - began
         assert len(rows) == self._setting.rows, f"{len(rows)} of {self._setting.rows} rows arrived"
-        return {"get_s": got - began, "touch_s": seconds, "cpu_s": cpu_s}
-
-    def columns(self, _: int) -> dict[str, float]:
-        """The columns of all batches, and every byte of them once."""
-        began = time.perf_counter()
-        with self._worker.changed:
-            batches, self._batches = self._batches, []
-        columns = [batch.dense("x") for batch in batches]
-        got = time.perf_counter()
-        cpu_s = time.process_time() - self._cpu_s
-        touch([column.view(-1).numpy().data for column in columns])
-        seconds = time.perf_counter() - began
-        assert sum(map(len, columns)) == self._setting.rows, f"{sum(map(len, columns))} rows of {self._setting.rows}"
         return {"get_s": got - began, "touch_s": seconds, "cpu_s": cpu_s}
 
     def row(self, count: int) -> None:

@@ -15,10 +15,8 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from benchmarks.parts.driver_shape import DISPATCH, Dispatched, push_to_driver
 from benchmarks.parts.worker import MeasuredWorker
 from distflow.comm.keys import NetworkListener
-from distflow.comm.message import Message
 from distflow.data.batch import Batch, Column, Ragged, RowRange, join
 from distflow.exchange.lease_client import HolderCore
 from distflow.exchange.lease_settings import LeaseSettings
@@ -88,10 +86,6 @@ class _Table:
         values = {name: torch.ones(rows * tokens, dtype=dtype) for name, dtype in FIELDS.items()}
         self._columns = {name: Ragged(column, offsets) for name, column in values.items()}
 
-    def everything(self, rows: int) -> Batch:
-        """So many samples, under no lease."""
-        return Batch({name: column.slice(0, rows) for name, column in self._columns.items()})
-
     def groups(self, positions: Sequence[int], version: int) -> Batch:
         """The next samples, as groups of these positions, made of this policy version."""
         rows = GROUP * len(positions)
@@ -106,7 +100,7 @@ class _Table:
 
 
 def generate(name: str, pipe: Connection, setting: StepSetting) -> None:
-    """Finish the groups of all leases as they come. Orders: "push" them to the driver; "usage"; and None to end."""
+    """Finish the groups of all leases as they come. Orders: "usage"; and None to end."""
     worker = MeasuredWorker(name, setting.roster, setting.listener)
     settings = setting.lease_settings()
     holder = HolderCore(name, 0, setting.owners, settings, home=Home(setting.holders.index(name)))
@@ -114,9 +108,7 @@ def generate(name: str, pipe: Connection, setting: StepSetting) -> None:
     table = _Table(max(SLOTS, setting.share), setting.tokens)
     worker.start(samples.on_message, lambda now: samples.send(holder.tick(now)))
     worker.meet(pipe)
-    orders = threading.Thread(
-        target=_obey, args=(pipe, worker, table.everything(setting.share), setting.owners), daemon=True
-    )
+    orders = threading.Thread(target=_obey, args=(pipe, worker), daemon=True)
     orders.start()
     while orders.is_alive():
         with worker.changed:
@@ -130,40 +122,27 @@ def generate(name: str, pipe: Connection, setting: StepSetting) -> None:
     worker.endpoint.close()
 
 
-def _obey(pipe: Connection, worker: MeasuredWorker, samples: Batch, receivers: tuple[str, ...]) -> None:
+def _obey(pipe: Connection, worker: MeasuredWorker) -> None:
     """Tell what has been used whenever it is asked; ends with the orders."""
     with suppress(EOFError):
-        while (order := pipe.recv()) is not None:
-            if order == "push":
-                push_to_driver(worker, samples, receivers)
+        while pipe.recv() is not None:
             with worker.changed:
                 pipe.send(worker.usage())
 
 
 def train(name: str, pipe: Connection, setting: StepSetting) -> None:
-    """Train on the samples of own ledgers. Orders: "step"; "collect" what the driver sends; "usage"; None to end."""
+    """Train on the samples of own ledgers. Orders: "step"; "usage"; None to end."""
     worker = MeasuredWorker(name, setting.roster, setting.listener)
     number = setting.owners.index(name)
     owner = OwnerCore(name, setting.lease_settings(), range(number, LEDGERS, len(setting.owners)), _prompt_at)
     samples = InboundSamples(owner, worker.post)
-    dispatched = Dispatched(worker)
-
-    def hear(message: Message, now: float) -> None:
-        if message.kind == DISPATCH:
-            dispatched.hear(message)
-        else:
-            samples.on_message(message, now)
-
-    worker.start(hear, lambda now: samples.send(owner.tick(now)))
+    worker.start(samples.on_message, lambda now: samples.send(owner.tick(now)))
     worker.meet(pipe)
     trained = 0
     while (order := pipe.recv()) is not None:
         if order == "step":
             _train_step(worker, owner, samples, trained)
             trained += 1
-        elif order == "collect":
-            for batch in dispatched.batches(setting.share):
-                _read(batch)
         pipe.send(worker.usage())
     worker.endpoint.close()
 
