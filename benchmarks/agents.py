@@ -1,6 +1,6 @@
 """CPU and messages of a host agent, by workers and hosts.
 
-    python -m benchmarks agents [--hosts 2 16 125 500 1024 4096] [--rounds 9] [--profile]
+    python -m benchmarks agents [--hosts 2 16 125 500 1024 4096] [--rounds 9]
     python -m benchmarks agents --mesh 16 128 1024 4096 [--seconds 5] [--deaths 10] [--loss 0.1] [--cut 40]
     python -m benchmarks agents --live 64
 
@@ -9,8 +9,7 @@ report one process and the address of one worker have changed, of which our work
 encoded, and what is heard was decoded before). *burst*: so have 100 hosts' since the last turn. *silent*: nothing new
 was heard, and a host has been silent for a while; *broken*: nor there, and the training workers are to restart, for
 which this host waits. All of these of an agent that does not write `run.json`; *writes*: one that does, with news of
-one host. *begin*: what the first `mesh.begin` takes. Medians of CPU time, in milliseconds. `--profile` prints where
-that goes.
+one host. *begin*: what the first `mesh.begin` takes. Medians of CPU time, in milliseconds.
 
 With `--mesh`, what the agents tell each other: all agents of a mesh in one process, in virtual time, with messages
 encoded and decoded. Of each agent and second, once all know all: messages sent, bytes sent, and CPU time of what it
@@ -30,7 +29,6 @@ import gc
 import hashlib
 import math
 import os
-import pstats
 import random
 import resource
 import statistics
@@ -66,8 +64,6 @@ from tests.launch.real_meshes import LiveMesh
 
 WORKERS_A_HOST = 8
 BURST = 100
-FUNCTIONS = 25
-"""How many of them a profile shows."""
 KNOWN_WITHIN_S = 15.0
 STARTS_WITHIN_S, LIVE_S, ENDS_WITHIN_S = 300.0, 20.0, 10.0
 STEP_S = 0.1
@@ -247,24 +243,14 @@ def turns(record: RunRecord, rounds: int, *, writes: bool) -> dict[str, Callable
     }
 
 
-def measure(hosts: int, rounds: int, *, profiled: bool) -> dict[str, float]:
+def measure(hosts: int, rounds: int) -> dict[str, float]:
     """Milliseconds by name."""
     found: dict[str, float] = {}
     for writes in (False, True):
         with tempfile.TemporaryDirectory() as folder:
             for name, work in turns(world(hosts, Path(folder)), rounds, writes=writes).items():
                 found[name] = median_ms(rounds, work)
-                if profiled:
-                    show_profile(f"{hosts} hosts, {name}", work, rounds - 1)
     return found
-
-
-def show_profile(title: str, work: Callable[[int], None], number: int) -> None:
-    """Print which functions a further round spends its time in."""
-    print(title, flush=True)
-    profile = cProfile.Profile()
-    profile.runcall(work, number)
-    pstats.Stats(profile).sort_stats("cumulative").print_stats(FUNCTIONS)
 
 
 def mesh_of(hosts: int, loss: float, cut: int) -> Mesh:
@@ -355,7 +341,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, nargs="+", default=[2, 16, 125, 500, 1024, 4096])
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--profile", action="store_true", help="show where the time of turns goes")
     parser.add_argument("--mesh", type=int, nargs="+", default=[], help="hosts: what agents tell each other instead")
     parser.add_argument(
         "--live", type=int, nargs="+", default=[], help="hosts: the same, with a process for each agent"
@@ -377,6 +362,6 @@ def main() -> None:
         return
     with mock.patch.object(record_writer, "Endpoint", Wire), mock.patch.object(agent_module, "WorkerGroup", Quiet):
         for hosts in chosen.hosts:
-            found = measure(hosts, chosen.rounds, profiled=chosen.profile)
+            found = measure(hosts, chosen.rounds)
             figures = ", ".join(f"{name} {value:.2f} ms" for name, value in found.items())
             print(f"{hosts * WORKERS_A_HOST} workers on {hosts} hosts: {figures}", flush=True)

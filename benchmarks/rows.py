@@ -67,7 +67,6 @@ class Pair:
         return {
             "shm_copy_gb_s": gb / found["shm_s"],
             "memcpy_gb_s": gb / found["memcpy_s"],
-            "read_gb_s": gb / found["sum_s"],
         }
 
     def lane(self) -> Figures:
@@ -104,7 +103,7 @@ def measure_exchange(rows: int, row_bytes: int, repetitions: int, peers: str | N
     measurement, found = _measured("exchange", sizes, contestants, repetitions, peers)
     for name in ("put_gb_s", "get_ms", "touch_gb_s", "cpu_s_per_gb"):
         measurement.tell(name, found["distflow"])
-    for name in ("shm_copy_gb_s", "memcpy_gb_s", "read_gb_s"):
+    for name in ("shm_copy_gb_s", "memcpy_gb_s"):
         measurement.tell(name, found["limits"])
     figures = measurement.figures
     figures["put_of_shm_copy"] = figures["put_gb_s"] / figures["shm_copy_gb_s"]

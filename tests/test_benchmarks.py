@@ -30,6 +30,8 @@ from distflow.exchange.length_ranker import LengthRanker, recall
 from distflow.sim.emulation import DrawnLengths, EmulatedEngineOptions
 from tests.hosts.bridged import bits_per_second, why_no_hosts
 
+RESULTS = Path(benchmarks.__file__).with_name("RESULTS.md")
+
 
 def test_the_program_lists_all_and_tells_a_mistyped_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert benchmarks.main(["--list"]) == 0
@@ -39,6 +41,14 @@ def test_the_program_lists_all_and_tells_a_mistyped_name(capsys: pytest.CaptureF
         assert re.search(rf"^{name} +[A-Z]", listed, re.M), name
     assert benchmarks.main(["wieghts"]) == 2
     assert "did you mean 'weights'?" in capsys.readouterr().err
+
+
+def test_each_command_of_the_results_names_a_benchmark() -> None:
+    text = RESULTS.read_text()
+    named = set(re.findall(r"-m benchmarks (\w+)", text))
+    assert named <= set(benchmarks.names())
+    assert len(named) > 20
+    assert len(text.splitlines()) <= 400, "one current table a quantity; git has the others"
 
 
 def test_the_agents_turn(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
