@@ -1,4 +1,4 @@
-"""Measures how long a recipe's own engine and backend take on this machine, through their protocols alone.
+"""Measurement of how long a recipe's own engine and backend take on this machine, through their protocols alone.
 
 Nothing is fitted here: `distflow.sim.fitting` makes a latency model of what is measured.
 
