@@ -92,8 +92,10 @@ test-all: lint vllm-venv trackers-venv nixl-venv  ## the long tests too, those o
 
 # Which instructions a processor has, and how many threads share a sum, decides how it rounds: no verdict may depend on
 # either. ATEN_CPU_CAPABILITY reaches neither oneDNN nor MKL, which have switches of their own.
-NUMERIC = tests/algorithms tests/learning tests/engines tests/weights tests/runtime tests/messages tests/data $(addprefix \
-	tests/e2e/test_,layout_invariance.py resume_exact.py lockstep.py sequences.py ppo.py offload.py combinations.py deepspeed.py)
+# Tests that compare numbers name how closely; of the launched ones, those of equal numbers whatever the layout.
+NUMERIC = $(shell grep -rlE 'allclose|assert_close|approx|rtol|atol|torch\.equal' --include='test_*.py' $(addprefix \
+	tests/,algorithms learning engines weights runtime messages data)) $(addprefix tests/e2e/test_,layout_invariance.py \
+	resume_exact.py lockstep.py sequences.py ppo.py offload.py combinations.py deepspeed.py former_runs.py)
 AVX512 = $(shell grep -qs avx512f /proc/cpuinfo && echo avx512:AVX512_CORE:AVX512)
 
 test-processors: test-venv  ## the numeric tests by instruction sets and numbers of threads: minutes each
