@@ -68,10 +68,12 @@ nixl-venv: .venv-nixl/.done  ## .venv-nixl: the test venv, and NIXL for `weights
 demo: venv  ## install, then train a tiny model by GRPO on this machine: a minute or two
 	@$(BIN)/distflow launch quickstart
 
-# mypy does not follow the package folders of setup.cfg, so it is shown the tree as it is installed.
-LINT = $(BIN)/ruff check . && $(BIN)/ruff format --check . && rm -rf build/typed && mkdir -p build/typed/distflow && \
+# mypy does not follow the package folders of setup.cfg, so it is shown the tree as it is installed, and the search for
+# faults beside it.
+LINT = $(BIN)/ruff check . && $(BIN)/ruff format --check . && rm -rf build/typed && mkdir -p build/typed/distflow build/typed/tests && \
 	ln -s $(CURDIR)/distflow/* $(CURDIR)/workers $(CURDIR)/launch build/typed/distflow/ && \
-	(cd build/typed && $(abspath $(BIN))/mypy --config-file ../../pyproject.toml -p distflow)
+	ln -s $(CURDIR)/tests/search build/typed/tests/ && \
+	(cd build/typed && $(abspath $(BIN))/mypy --config-file ../../pyproject.toml -p distflow -p tests.search)
 
 lint: test-venv  ## ruff and mypy
 	@$(LINT)

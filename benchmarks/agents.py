@@ -59,8 +59,8 @@ from distflow.launch.agent.restart_policy import RestartPolicy, Tell
 from distflow.launch.run.folder import claim
 from distflow.launch.run.process_table import process_id
 from distflow.launch.run.record import RunRecord, WorkerEntry
-from distflow.sim.agent_mesh import KNOWN_S, Mesh
 from tests.launch.real_meshes import LiveMesh
+from tests.search.agent_mesh import KNOWN_S, Mesh
 
 WORKERS_A_HOST = 8
 BURST = 100

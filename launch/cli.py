@@ -58,7 +58,7 @@ GROUPS = {
         "": "distflow export --to my-model",
     },
     "Measure": {
-        "simulate": "Predict step time and idle time of a recipe on given devices; search for faults.",
+        "simulate": "Predict step time and idle time of a recipe on given devices.",
         "profile": "Measure a recipe's engine and backend, and write a latency model of them.",
         "doctor": "Check this machine, and look for leftovers of dead runs.",
         "": "distflow simulate quickstart",

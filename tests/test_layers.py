@@ -31,13 +31,15 @@ ALLOWED["exchange"] = ALLOWED["comm"] | {"comm", "metrics"}
 ALLOWED["weights"] = ALLOWED["comm"] | {"comm"}
 ALLOWED["cluster"] = ALLOWED["comm"] | {"comm"}
 ALLOWED["runtime"] = ALLOWED["exchange"] | {"exchange", "weights"}
-ALLOWED["sim"] = ALLOWED["runtime"] | {"runtime", "cluster"}
+ALLOWED["sim"] = ALLOWED["runtime"] | {"runtime"}
 ALLOWED["workers"] = ALLOWED["runtime"] | {"runtime"}
 ALLOWED["launch"] = ALLOWED["runtime"] | {"runtime", "sim", "cluster"}
 ALLOWED["client"] = ALLOWED["launch"] | {"launch"}
 ALLOWED["testing"] = ALLOWED["runtime"] | {"runtime", "sim", "workers"}
 """The roof (workers, launch) and the test kit beside it; nobody imports recipes."""
 
+SEARCH = ALLOWED["sim"] | {"sim", "cluster"}
+"""What the search for faults, which is none of ours, may import: the cores, and the simulation that it shares."""
 ROOMS: dict[str, set[str]] = {"run": set(), "observe": {"run"}}
 ROOMS["agent"] = ROOMS["observe"] | {"observe"}
 ROOMS["deploy"] = ROOMS["agent"] | {"agent"}
@@ -121,6 +123,13 @@ def test_imports_go_one_way() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_the_search_for_faults_knows_cores_alone() -> None:
+    tools = [path for path in (ROOT / "tests/search").glob("*.py") if not path.name.startswith("test_")]
+    used = {(path.name, layer_of(module)) for path in tools for _, module in imports(path)}
+    assert {(name, layer) for name, layer in used if layer is not None and layer not in SEARCH} == set()
+    assert {layer for _, layer in used} >= {"cluster", "exchange", "sim", "weights"}
+
+
 def test_rooms_of_launch_are_entered_one_way() -> None:
     wrong = []
     for path in (ROOT / "launch").rglob("*.py"):
@@ -179,6 +188,7 @@ def test_the_folders_at_the_top_have_one_name_only() -> None:
     for _, path in files():
         tops = {module.split(".")[0] for _, module in imports(path)}
         assert not tops & {"workers", "launch", "recipes"}, f"{path}: write distflow.workers, distflow.launch"
+        assert not tops & {"tests", "benchmarks"}, f"{path}: imports what only developers have"
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:

@@ -9,9 +9,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from distflow.errors import UserError
-from distflow.launch.commands.simulate import is_given, load_options, simulation_input
+from distflow.launch.commands.simulate import load_options, simulation_input
 
 if TYPE_CHECKING:
     from distflow.config.load import LoadedRecipe
@@ -68,7 +69,7 @@ def command(context: click.Context, /, recipe: str, overrides: tuple[str, ...], 
     load = {name: given.pop(name) for name in ("devices", "device", "lengths", "trace", "prompt_tokens", "steps")}
     pages = {name: given[name] for name in ("worker", "write", "mermaid", "svg", "gpu_gib")}
     for name in pages if optimize else load:
-        if is_given(context, name):
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             option = f"--{name.replace('_', '-')}"
             raise UserError(f"{option}: {'not together with' if optimize else 'only with'} --optimize — leave it out")
     hosts = _hosts(given.pop("hosts"), given.pop("include"), given.pop("exclude"))

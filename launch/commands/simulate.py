@@ -1,9 +1,8 @@
-"""`distflow simulate`: what a recipe would do on given devices, and the search for faults; and `distflow profile`."""
+"""`distflow simulate`: what a recipe would do on given devices, in virtual time; and `distflow profile`."""
 
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 import time
 from collections import Counter
@@ -14,9 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import click
-from click.core import ParameterSource
 
-from distflow.cluster.processes import STOPPED
 from distflow.config.outputs import cannot_write, check_writable
 from distflow.errors import UserError
 
@@ -107,36 +104,15 @@ def _turn_options(command: Command) -> Command:
 )
 @_turn_options
 @_output_options
-@click.option(
-    "--faults", type=click.IntRange(min=1), metavar="N", help="Instead: run N random faults through its cores."
-)
-@click.option(
-    "--faults-of",
-    metavar="CORES",
-    help="leases, calls, weights, agents, or some of them, joined by commas.  [default: all]",
-)
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="The first seed of --faults.")
-@click.pass_context
 def command(
-    context: click.Context,
-    /,
     recipe: str,
     overrides: tuple[str, ...],
-    faults: int | None,
-    faults_of: str | None,
-    seed: int,
     **given: Any,
 ) -> int:
     """Predict step time, idle time by cause, staleness and traffic of RECIPE on devices that need not be there.
 
     The cores of a run decide, in virtual time. Several values of a key (layout.pools.rollout.count=8,16) give a table.
     """
-    if faults is not None:
-        _check_alone(context)
-        return _search(recipe, overrides, range(seed, seed + faults), faults_of, as_json=given["as_json"])
-    for name, what in (("seed", "the first seed of --faults"), ("faults_of", "what --faults searches")):
-        if is_given(context, name):
-            raise UserError(f"--{name.replace('_', '-')}: {what} — give --faults N, too, or leave it out")
     outputs = {name: given.pop(name) for name in ("as_json", "output", "plot")}
     turns, limit_s = _turns(given.pop("turn_tokens"), given.pop("turn_s")), given.pop("limit")
     inputs = replace(simulation_input(given, timeline=outputs["output"] is not None), turns=turns)
@@ -161,65 +137,6 @@ def command(
             found.append(_simulated(recipe, words, differing, replace(inputs, watch=progress.tell)))
     _show(found, inputs, outputs)
     return 0
-
-
-def is_given(context: click.Context, name: str) -> bool:
-    """Whether an option is on the command line, and not just at its default."""
-    return context.get_parameter_source(name) is ParameterSource.COMMANDLINE
-
-
-def _check_alone(context: click.Context) -> None:
-    """Raise UserError for options that say how to predict: a search for faults has devices of its own."""
-    options = [one for one in context.command.params if isinstance(one, click.Option) and one.name is not None]
-    own = ("faults", "faults_of", "seed", "as_json")
-    others = [one.opts[-1] for one in options if one.name not in own and is_given(context, one.name)]
-    if others:
-        raise UserError(f"--faults: a search for faults has no use for {', '.join(others)} — leave it out")
-
-
-def _search(recipe: str, overrides: Sequence[str], seeds: range, faults_of: str | None, *, as_json: bool) -> int:
-    from distflow.flow.recipe_check import plan_recipe
-    from distflow.sim import fault_report
-    from distflow.sim.fault_layouts import layouts_of
-    from distflow.sim.fault_search import SearchedCores, search_cores
-
-    _, plan = plan_recipe(recipe, overrides, need_files=False)
-    layouts = layouts_of(plan)
-    cores, lacking = _cores_to_search(faults_of, layouts.lacking)
-    words, interrupted = ["distflow", "simulate", recipe, *overrides], False
-    found = {name: SearchedCores() for name in cores}
-
-    def again(name: str, seed: int) -> str:
-        return shlex.join([*words, "--faults", "1", "--faults-of", name, "--seed", str(seed)])
-
-    try:
-        for one in search_cores(layouts, cores, seeds):
-            found[one.cores].add(one)
-            if one.broken is not None and not as_json:
-                click.echo(fault_report.found_line(one.cores, one.broken, again))
-    except KeyboardInterrupt:
-        interrupted = True
-    broken = sum(len(one.broken) for one in found.values())
-    if as_json:
-        click.echo(json.dumps(fault_report.data(found, layouts, lacking, again), indent=1))
-    else:
-        click.echo("\n".join(fault_report.page(found, layouts, lacking)))
-        click.echo(fault_report.last_line(found, seeds.start))
-    return STOPPED if interrupted else 1 if broken else 0
-
-
-def _cores_to_search(faults_of: str | None, lacking: Mapping[str, str]) -> tuple[list[str], Mapping[str, str]]:
-    """Those that were asked for; else those of which the recipe has any, and why it has none of the others."""
-    from distflow.sim.fault_search import CORES
-
-    if faults_of is None:
-        return [name for name in CORES if name not in lacking], lacking
-    cores = list(dict.fromkeys(faults_of.split(",")))
-    if unknown := [name for name in cores if name not in CORES]:
-        raise UserError(f"--faults-of {unknown[0]}: expected some of {', '.join(CORES)}, joined by commas")
-    if none := [name for name in cores if name in lacking]:
-        raise UserError(f"--faults-of {none[0]}: {lacking[none[0]]} — leave it out, or name another layout")
-    return cores, {}
 
 
 def simulation_input(given: Mapping[str, Any], *, timeline: bool) -> SimulationInput:

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distflow.sim import call_faults
-from distflow.sim.call_faults import calls_of, check_calls, judge_calls
-from distflow.sim.call_network import CallNetwork
-from distflow.sim.call_scenario import MIB, CallScenario, Cut, Withdrawal
 from distflow.sim.scenario import Crash, Leave, Pause
 from tests.budget import within
+from tests.search import call_faults
+from tests.search.call_faults import calls_of, check_calls, judge_calls
+from tests.search.call_network import CallNetwork
+from tests.search.call_scenario import MIB, CallScenario, Cut, Withdrawal
 
 AT = st.floats(0.0, 20.0)
 

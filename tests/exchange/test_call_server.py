@@ -10,8 +10,8 @@ from distflow.exchange.call_messages import (
     OutgoingCall,
 )
 from distflow.exchange.call_server import CallKey, CallServer
-from distflow.sim.call_scenario import FROZEN, VERSIONED
 from distflow.types import Version
+from tests.search.call_scenario import FROZEN, VERSIONED
 
 
 def request(number: int, t: int = 0, version: Version | None = None, **more: object) -> CallRequest:

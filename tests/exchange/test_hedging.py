@@ -15,10 +15,10 @@ from distflow.exchange.hedging import CopyCandidates
 from distflow.exchange.holder_table import Peer, Peers, PendingGrant
 from distflow.exchange.owner import OwnerCore
 from distflow.sim import trainer
-from distflow.sim.faults import check
 from distflow.sim.network import LeaseNetwork
 from distflow.sim.scenario import SMALL, Crash, Pause, Scenario
 from tests.exchange.test_lease_properties import doom, long_tail
+from tests.search.faults import check
 
 BUDGET_S = 3.0
 SEEDS_AT_LEAST = 10

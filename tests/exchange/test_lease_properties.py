@@ -1,6 +1,6 @@
 """Whole runs in virtual time, over networks that lose, double and reorder messages, with workers that die.
 
-Random ones of all kinds are in `tests/sim/test_faults.py`.
+Random ones of all kinds are in `tests/search/test_faults.py`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.ledger import RefillsExhausted
 from distflow.exchange.rollout_core import RolloutCore, Turn
 from distflow.sim import worker
-from distflow.sim.faults import check, check_steps
 from distflow.sim.network import LeaseNetwork
 from distflow.sim.scenario import SMALL, Crash, Leave, Pause, Scenario, StuckError
 from distflow.types import Version
 from tests.budget import within
+from tests.search.faults import check, check_steps
 
 
 def doom(rate: float, seed: int) -> object:

@@ -13,13 +13,13 @@ from distflow.exchange.ledger import Ledger
 from distflow.exchange.messages import LeasePrompt, Running
 from distflow.exchange.owner import OwnerCore
 from distflow.exchange.tail_split import DecodeLine, DecodeTimes, best_split, completion_s
-from distflow.sim.faults import check
 from distflow.sim.network import LeaseNetwork
 from distflow.sim.scenario import SMALL, Scenario
 from distflow.testing.lease_asker import Asker, granted, leases
 from distflow.types import Uid
 from tests.budget import within
 from tests.exchange.test_lease_properties import scenarios
+from tests.search.faults import check
 
 PROMPTS = 16
 """In one pass over the data of these tests; the length of a response follows from the first token of its prompt."""

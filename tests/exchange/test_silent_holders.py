@@ -12,12 +12,12 @@ from msgspec import structs
 from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.messages import Ack, Cancel
 from distflow.exchange.owner import OwnerCore
-from distflow.sim.faults import check
 from distflow.sim.network import LeaseNetwork
 from distflow.sim.scenario import SMALL, Crash, Pause, Scenario
 from distflow.testing.lease_asker import Asker, granted, leases, new_owner
 from distflow.types import Version
 from tests.exchange.test_lease_properties import doom, long_tail
+from tests.search.faults import check
 
 SILENCE_S = 10.0
 PLAIN = replace(SMALL, hedging=False, host_silence_s=SILENCE_S)

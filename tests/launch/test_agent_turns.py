@@ -24,7 +24,7 @@ from distflow.launch.agent import agent as agent_module
 from distflow.launch.agent import record_writer
 from distflow.launch.agent.agent import Agent
 from distflow.launch.agent.peer_agents import NEWS_S, AddressBook
-from distflow.sim.agent_mesh import Mesh
+from tests.search.agent_mesh import Mesh
 
 
 class Seen(dict[int, HostReport]):

@@ -29,10 +29,10 @@ from distflow.comm.roll_call import PROVES_AFTER, RollCall, bits, pack, roll_fro
 from distflow.errors import ProtocolError
 from distflow.launch.agent.peer_agents import IDLE_S, KEPT_LINKS, PeerAgents
 from distflow.launch.run.record import RunRecord
-from distflow.sim import agent_mesh as meshes
-from distflow.sim.agent_mesh import HOSTS, KNOWN_S, SETTLED_S, SILENCE_S, Mesh, check_events, near, split
 from tests.budget import within
 from tests.launch.real_meshes import LiveMesh
+from tests.search import agent_mesh as meshes
+from tests.search.agent_mesh import HOSTS, KNOWN_S, SETTLED_S, SILENCE_S, Mesh, check_events, near, split
 
 
 def settled(hosts: int = HOSTS, seed: int = 0, **network: float) -> Mesh:

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from distflow.cluster.host_report import DesiredWorkers, HostReport
 from distflow.cluster.term_vote import OUT_OF_REACH, Begin, Standstill, Stop, propose
-from distflow.sim import agent_terms as terms
-from distflow.sim.agent_faults import judge_agents
-from distflow.sim.agent_terms import World
 from tests.budget import within
+from tests.search import agent_terms as terms
+from tests.search.agent_faults import judge_agents
+from tests.search.agent_terms import World
 
 EVENTS = st.lists(
     st.tuples(

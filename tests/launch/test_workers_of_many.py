@@ -15,8 +15,8 @@ from msgspec import structs
 from distflow.cluster.host_report import Death, HostedWorker
 from distflow.comm.beat_order import FEW
 from distflow.comm.membership import Identity, Joined, Lost, MemberMessage, Membership
-from distflow.sim.agent_mesh import Mesh
 from tests.budget import within
+from tests.search.agent_mesh import Mesh
 
 HOSTS, EACH = 18, 3
 KNOWN_S = 5.0

@@ -371,8 +371,6 @@ def test_several_values_give_a_table_or_a_list() -> None:
             (["--lengths", text], r"expected median from 1 to 1e\+09, sigma from 0 to 10 and prompt_share from 0 to 1")
             for text in ("sigma=-1", "sigma=200", "median=1e300")
         ),
-        (["--faults", "2", "--json", "--plot", "x.png"], r"--faults: .* no use for --plot — leave it out"),
-        (["--seed", "7"], r"--seed: the first seed of --faults"),
         *(
             (["batch.prompts=8,16", again], r"batch.prompts: given 2 times — give it once, several values as one list")
             for again in ("batch.prompts=32,64", "batch.prompts=32", "+batch.prompts=32")
@@ -509,7 +507,7 @@ def test_a_trace_of_lengths_is_read_or_refused(tmp_path: Path) -> None:
 
 
 def test_it_starts_without_torch() -> None:
-    program = "import sys, distflow.sim.report, distflow.sim.faults; assert 'torch' not in sys.modules"
+    program = "import sys, distflow.sim.report; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)
 
 

@@ -1,7 +1,7 @@
 """What a reader decides while it fetches versions: a state machine without sockets, threads and clocks.
 
 It is told what happens on its connections and what time it is, and returns what to do: connect, ask, hang up, tell the
-readers that wait for what is on its way here. `client.py` has the sockets and threads around it, `distflow/sim/` has
+readers that wait for what is on its way here. `client.py` has the sockets and threads around it, `tests/search/` has
 virtual time. Which chunk is asked of whom is for `chunk_plan.py`, how long to wait for `patience.py`.
 
 Wherever `now` is given, it is in seconds, of one clock that never goes back.

@@ -1,6 +1,6 @@
 """What a holder of weights decides: which chunks a reader gets, and what it is told of others. No socket, no thread.
 
-`chunk_server.py` has the sockets and threads around it, `distflow/sim/` has virtual time. What is to be sent comes one
+`chunk_server.py` has the sockets and threads around it, `tests/search/` has virtual time. What is to be sent comes one
 by one, as it is decided just before it is sent: a version may be written over meanwhile.
 """
 

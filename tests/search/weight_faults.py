@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 
 from distflow.flow.sizes import CHAINED
 from distflow.sim.event_queue import Fault
-from distflow.sim.faults import BrokenPromise, broken_by
 from distflow.sim.scenario import Crash, Pause
-from distflow.sim.swarm_network import SwarmNetwork
-from distflow.sim.weight_scenario import ClockJump, Damage, LinkCut, WeightRecord, WeightScenario
 from distflow.weights.manifest import CHUNK_BYTES
+from tests.search.faults import BrokenPromise, broken_by
+from tests.search.swarm_network import SwarmNetwork
+from tests.search.weight_scenario import ClockJump, Damage, LinkCut, WeightRecord, WeightScenario
 
 BEGINS_S = 30.0
 """Faults begin within so many seconds."""

@@ -20,14 +20,14 @@ from itertools import count
 
 from distflow.errors import ChecksumError
 from distflow.sim.event_queue import EventQueue, Fault
-from distflow.sim.swarm_hosts import PublisherHost, SwarmHost
-from distflow.sim.swarm_readers import ReaderHost
-from distflow.sim.swarm_wire import SwarmWire
-from distflow.sim.weight_scenario import WeightRecord, WeightScenario
 from distflow.weights.manifest import Manifest
 from distflow.weights.swarm.fetch_core import STILL_S
 from distflow.weights.swarm.sockets import CONNECT_S, HANDSHAKE_S
 from distflow.weights.swarm_messages import Content, SwarmPlace
+from tests.search.swarm_hosts import PublisherHost, SwarmHost
+from tests.search.swarm_readers import ReaderHost
+from tests.search.swarm_wire import SwarmWire
+from tests.search.weight_scenario import WeightRecord, WeightScenario
 
 WAITS_S = 0.5
 """How often a trainer that waits for readers looks whether they have its version."""

@@ -26,13 +26,13 @@ from distflow.exchange.call_messages import (
 )
 from distflow.exchange.call_server import CallKey, CallServer
 from distflow.exchange.call_targets import SERVER_BYTES, allows
-from distflow.sim.call_scenario import VERSIONED
 from distflow.sim.scenario import Crash, Pause
 from distflow.types import Version
+from tests.search.call_scenario import VERSIONED
 
 if TYPE_CHECKING:
     # It makes both of them: at run time the import goes the other way.
-    from distflow.sim.call_network import CallNetwork
+    from tests.search.call_network import CallNetwork
 
 TICK_S = 0.25
 BEAT_S = 0.5

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 
 from distflow.flow.sizes import PINNED, PUBLISHED
 from distflow.sim.scenario import Crash, Pause
-from distflow.sim.swarm_memory import MODEL, TORN, HeldSegment, SimulatedSegment, content_of, delta_between, manifest_of
-from distflow.sim.swarm_wire import KEEPALIVE_S, SwarmWire
 from distflow.types import Version
 from distflow.weights.manifest import Manifest
 from distflow.weights.segments.turns import Pin, SegmentTurns
@@ -19,10 +17,12 @@ from distflow.weights.swarm.chunk_plan import ChunkDealer
 from distflow.weights.swarm.delta_chain import DeltaChain
 from distflow.weights.swarm.serve_core import SendChunk, ServeCore, ServedReader
 from distflow.weights.swarm_messages import ChunkAsk, Content, SwarmPlace
+from tests.search.swarm_memory import MODEL, TORN, HeldSegment, SimulatedSegment, content_of, delta_between, manifest_of
+from tests.search.swarm_wire import KEEPALIVE_S, SwarmWire
 
 if TYPE_CHECKING:
     # It makes them: at run time the import goes the other way.
-    from distflow.sim.swarm_network import SwarmNetwork
+    from tests.search.swarm_network import SwarmNetwork
 
 NOTICED_S = 0.5
 """After so long the host agents have started what ended, at the earliest."""

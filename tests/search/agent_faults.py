@@ -12,10 +12,10 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 
-from distflow.sim import agent_mesh
-from distflow.sim.agent_terms import EVENTS, LAYOUTS, World
 from distflow.sim.event_queue import Fault
-from distflow.sim.faults import BrokenPromise, broken_by
+from tests.search import agent_mesh
+from tests.search.agent_terms import EVENTS, LAYOUTS, World
+from tests.search.faults import BrokenPromise, broken_by
 
 MESHES = 0.1
 """Share of the scenarios that are about what agents know."""

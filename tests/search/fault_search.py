@@ -1,12 +1,12 @@
 """The search for faults over all cores that a run has: random scenarios, each of which follows from its seed.
 
-leases     leases, stealing, dealing, terms, by the arithmetic of a recipe
+leases     leases, stealing, dealing, terms
 calls      calls of other pools
 weights    fetches of versions, from the publisher and from other readers
 agents     host agents: what they know of each other, and which term trains
 
-Half of the scenarios of calls, weights and agents have the recipe's own layout, the others any: runs are scaled, and
-few workers have few faults. Which half a seed belongs to follows from it, too.
+Without a recipe the scenarios have layouts of all kinds. With one, half of those of calls, weights and agents have its
+own, the others any: runs are scaled, and few workers have few faults. Which half a seed is of follows from it, too.
 """
 
 from __future__ import annotations
@@ -14,25 +14,33 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, get_args
 
-from distflow.sim.agent_faults import judge_agents
-from distflow.sim.call_faults import judge_calls
+from distflow.config.schema import Schedule
 from distflow.sim.event_queue import Fault
-from distflow.sim.fault_layouts import FaultLayouts
-from distflow.sim.faults import BrokenPromise, judge, scenario_of
-from distflow.sim.weight_faults import judge_weights
+from tests.search.agent_faults import judge_agents
+from tests.search.call_faults import judge_calls
+from tests.search.fault_layouts import FaultLayouts
+from tests.search.faults import BrokenPromise, judge, scenario_of, variants
+from tests.search.weight_faults import judge_weights
 
 Judge = Callable[[int, FaultLayouts | None, Counter[Fault]], BrokenPromise | None]
 """Simulates the scenario of a seed, with the layouts of a recipe or any, counts its faults, and says what it broke."""
 OWN = 0.5
 """Share of the scenarios that have the recipe's own layout."""
+KINDS = [
+    replace(kind, schedule=schedule)
+    for schedule in get_args(Schedule)
+    for kind in variants()
+    if schedule == "fifo" or kind.staleness is not None
+]
+"""Arithmetics of leases of all kinds, under all schedules that they allow."""
 
 
 def _leases(seed: int, layouts: FaultLayouts | None, injected: Counter[Fault]) -> BrokenPromise | None:
-    arithmetic = None if layouts is None else layouts.leases
-    assert arithmetic is not None, "leases are those of a recipe that has them"
+    arithmetic = KINDS[seed % len(KINDS)] if layouts is None else layouts.leases
+    assert arithmetic is not None, "this recipe has no leases"
     return judge(seed, scenario_of(arithmetic, seed), injected)
 
 
@@ -88,10 +96,10 @@ class SearchedCores:
             self.broken.append(one.broken)
 
 
-def search_cores(layouts: FaultLayouts, cores: Sequence[str], seeds: Iterable[int]) -> Iterator[SearchedSeed]:
-    """Simulate one scenario for each seed, of each of these cores in turn."""
+def search_cores(layouts: FaultLayouts | None, cores: Sequence[str], seeds: Iterable[int]) -> Iterator[SearchedSeed]:
+    """Simulate one scenario for each seed, of each of these cores in turn; `layouts`: of a recipe."""
     for number, seed in enumerate(seeds):
         name, injected = cores[number % len(cores)], Counter[Fault]()
-        own = name == "leases" or random.Random(f"{seed}/own").random() < OWN
+        own = layouts is not None and (name == "leases" or random.Random(f"{seed}/own").random() < OWN)
         broken = JUDGES[name](seed, layouts if own else None, injected)
         yield SearchedSeed(name, seed, own, injected, broken)

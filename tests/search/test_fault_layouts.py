@@ -7,18 +7,18 @@ from dataclasses import replace
 import pytest
 
 from distflow.flow.recipe_check import plan_recipe
-from distflow.sim import agent_faults, agent_mesh
-from distflow.sim.agent_faults import AgentLayout, judge_agents
-from distflow.sim.agent_terms import World
-from distflow.sim.call_faults import CallLayout, calls_of, judge_calls
-from distflow.sim.call_network import CallNetwork
-from distflow.sim.call_scenario import FROZEN, VERSIONED, CallScenario, Cut
-from distflow.sim.fault_layouts import FaultLayouts, layouts_of, shown_layouts
-from distflow.sim.fault_search import search_cores
 from distflow.sim.scenario import Crash, Pause
-from distflow.sim.swarm_network import SwarmNetwork
-from distflow.sim.weight_faults import WeightLayout, judge_weights, weights_of
-from distflow.sim.weight_scenario import ClockJump, Damage, WeightScenario
+from tests.search import agent_faults, agent_mesh
+from tests.search.agent_faults import AgentLayout, judge_agents
+from tests.search.agent_terms import World
+from tests.search.call_faults import CallLayout, calls_of, judge_calls
+from tests.search.call_network import CallNetwork
+from tests.search.call_scenario import FROZEN, VERSIONED, CallScenario, Cut
+from tests.search.fault_layouts import FaultLayouts, layouts_of, shown_layouts
+from tests.search.fault_search import search_cores
+from tests.search.swarm_network import SwarmNetwork
+from tests.search.weight_faults import WeightLayout, judge_weights, weights_of
+from tests.search.weight_scenario import ClockJump, Damage, WeightScenario
 
 POOLS = "layout.pools"
 

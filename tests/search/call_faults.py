@@ -10,11 +10,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from distflow.sim.call_network import CallNetwork
-from distflow.sim.call_scenario import MIB, CallRecord, CallScenario, Cut, Withdrawal
 from distflow.sim.event_queue import Fault
-from distflow.sim.faults import BrokenPromise, broken_by
 from distflow.sim.scenario import Crash, Leave, Pause
+from tests.search.call_network import CallNetwork
+from tests.search.call_scenario import MIB, CallRecord, CallScenario, Cut, Withdrawal
+from tests.search.faults import BrokenPromise, broken_by
 
 MOST_CALLERS, MOST_SERVERS, MOST_AHEAD = 3, 5, 2
 BEGINS_S = 20.0

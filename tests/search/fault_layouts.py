@@ -13,13 +13,13 @@ from itertools import product
 from distflow.errors import UserError
 from distflow.flow.edges import Edge
 from distflow.flow.plan import Plan, PoolPlan
-from distflow.sim.agent_faults import MOST_TERM_HOSTS, MOST_TRAINERS, AgentLayout
-from distflow.sim.agent_mesh import HOSTS
-from distflow.sim.call_faults import MOST_AHEAD, MOST_CALLERS, MOST_SERVERS, CallLayout
-from distflow.sim.faults import Arithmetic
 from distflow.sim.notes import counted
 from distflow.sim.predict import load_of
-from distflow.sim.weight_faults import MOST_READERS, WeightLayout
+from tests.search.agent_faults import MOST_TERM_HOSTS, MOST_TRAINERS, AgentLayout
+from tests.search.agent_mesh import HOSTS
+from tests.search.call_faults import MOST_AHEAD, MOST_CALLERS, MOST_SERVERS, CallLayout
+from tests.search.faults import Arithmetic
+from tests.search.weight_faults import MOST_READERS, WeightLayout
 
 
 @dataclass(frozen=True, slots=True)

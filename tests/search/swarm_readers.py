@@ -13,9 +13,6 @@ from typing import TYPE_CHECKING
 from distflow.errors import ChecksumError, NoProgressError, Overtaken
 from distflow.flow.sizes import FETCHED
 from distflow.sim.scenario import Crash
-from distflow.sim.swarm_hosts import SwarmHost
-from distflow.sim.swarm_memory import TORN, Fetch, HeldSegment, Making, SimulatedSegment, make
-from distflow.sim.swarm_wire import SwarmWire
 from distflow.types import Version
 from distflow.weights.manifest import Manifest, digest
 from distflow.weights.swarm.client import CONNECTIONS, TICK_S
@@ -23,10 +20,13 @@ from distflow.weights.swarm.fetch_actions import Action, Expect, HangUp, Landing
 from distflow.weights.swarm.fetch_core import ATTEMPTS, BAN_S, FetchCore
 from distflow.weights.swarm.patience import RETRY_S
 from distflow.weights.swarm_messages import Content, Says, SwarmPlace
+from tests.search.swarm_hosts import SwarmHost
+from tests.search.swarm_memory import TORN, Fetch, HeldSegment, Making, SimulatedSegment, make
+from tests.search.swarm_wire import SwarmWire
 
 if TYPE_CHECKING:
     # It makes them: at run time the import goes the other way.
-    from distflow.sim.swarm_network import SwarmNetwork
+    from tests.search.swarm_network import SwarmNetwork
 
 LATE_S = 12.0
 """A reader may find out so much later that nobody gets anything: it tries to connect, and hears of bytes in turn."""

@@ -2,35 +2,37 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
+from collections import Counter
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import replace
-from typing import get_args
+from io import StringIO
+from typing import NamedTuple, get_args
 
 import pytest
-from click.testing import CliRunner, Result
 
 from distflow.cluster import term_vote
 from distflow.comm.pulses import Pulses
 from distflow.comm.roll_call import RollCall
 from distflow.config.schema import Refresh, Schedule
-from distflow.errors import UserError
 from distflow.exchange.call_client import CallClient
 from distflow.exchange.group_transfer import KEPT, Send, Transfer
 from distflow.exchange.rollout_core import RolloutCore, Turn
 from distflow.exchange.steal_core import StealCore
 from distflow.flow.recipe_check import plan_recipe
-from distflow.launch.cli import group
-from distflow.sim import agent_mesh, fault_search, worker
-from distflow.sim.agent_faults import AgentLayout
-from distflow.sim.agent_terms import World
-from distflow.sim.fault_layouts import FaultLayouts, layouts_of
-from distflow.sim.fault_search import search_cores
-from distflow.sim.faults import BrokenPromise, judge, scenario_of, variants
+from distflow.sim import worker
+from distflow.sim.event_queue import Fault
 from distflow.types import Version
 from distflow.weights.swarm.fetch_actions import Landing
+from tests.search import agent_mesh, fault_search
+from tests.search.__main__ import main
+from tests.search.agent_faults import AgentLayout
+from tests.search.agent_terms import World
+from tests.search.fault_layouts import FaultLayouts, layouts_of, shown_layouts
+from tests.search.fault_search import CORES, search_cores
+from tests.search.faults import BrokenPromise, judge, scenario_of, variants
 
 SCENARIOS = 300
 FOUND = (16, 20, 76)
@@ -165,15 +167,25 @@ SERVED = ("layout=services", "flow=grpo_kl")
 """A recipe with calls."""
 
 
-def searched(*words: str, served: Sequence[str] = SERVED) -> Result:
-    return CliRunner().invoke(group, ["simulate", "quickstart", *served, *words], standalone_mode=False)
+class Searched(NamedTuple):
+    """What the command returned and printed."""
+
+    code: int
+    output: str
+
+
+def searched(*words: str, served: Sequence[str] = SERVED) -> Searched:
+    printed = StringIO()
+    with redirect_stdout(printed):
+        code = main([*words, "--recipe", "quickstart", *served])
+    return Searched(code, printed.getvalue())
 
 
 def test_the_command_searches_all_cores_in_turn() -> None:
-    found = searched("--faults", "6", "--seed", "4")
+    found = searched("--count", "6", "--seed", "4")
     each = "2 of leases, 2 of calls, 1 of weights, 1 of agents"
     *kinds, last = found.output.splitlines(keepends=True)
-    assert (found.return_value, last) == (
+    assert (found.code, last) == (
         0,
         f"6 scenarios ({each}), seeds 4 to 9: all promises were kept\n",
     )
@@ -188,30 +200,49 @@ def test_the_command_searches_all_cores_in_turn() -> None:
 
 
 def test_what_was_injected_is_told_for_each_kind() -> None:
-    words = ("--faults", "12", "--faults-of", "calls,agents")
-    told = json.loads(searched(*words, "--json").output)
-    assert (told["scenarios"], told["broken"], told["not_searched"]) == ({"calls": 6, "agents": 6}, [], {})
-    assert 0 < told["own_layout"]["calls"] < 6
-    assert {"crashes", "messages_lost", "messages_overtaken"} <= told["injected"]["calls"].keys()
-    assert {"cuts", "pauses", "messages_late"} <= told["injected"]["agents"].keys()
-    shown = searched(*words).output
+    found = searched("calls", "agents", "--count", "12").output
+    _, plan = plan_recipe("quickstart", SERVED, need_files=False)
+    small = shown_layouts(layouts_of(plan))
+    again = list(search_cores(layouts_of(plan), ["calls", "agents"], range(12)))
     for name in ("calls", "agents"):
-        faults = ", ".join(f"{what.replace('_', ' ')} {n:,}" for what, n in told["injected"][name].items())
-        assert f"  injected: {faults}\n" in shown
-        assert f"  the recipe's layout: {told['layouts'][name]}\n" in shown
+        own = sum(one.own for one in again if one.cores == name)
+        injected = sum((one.injected for one in again if one.cores == name), Counter[Fault]())
+        faults = ", ".join(f"{what.replace('_', ' ')} {injected[what]:,}" for what in get_args(Fault) if injected[what])
+        assert f"{name}: 6 scenarios, {own} with the recipe's layout and {6 - own} with random ones; all" in found
+        assert f"  injected: {faults}\n" in found
+        assert f"  the recipe's layout: {small[name]}\n" in found
+    assert 0 < sum(one.own for one in again if one.cores == "calls") < 6
+    calls, agents = (re.search(rf"{name}: .*\n.*\n  injected: (.*)", found) for name in ("calls", "agents"))
+    assert calls is not None
+    assert agents is not None
+    assert all(f"{what} " in calls.group(1) for what in ("crashes", "messages lost", "messages overtaken"))
+    assert all(f"{what} " in agents.group(1) for what in ("cuts", "pauses", "messages late"))
 
 
 def test_what_a_recipe_has_nothing_of_is_said_and_not_searched() -> None:
-    found = searched("--faults", "3", served=["layout=colocated"])
+    found = searched("--count", "3", served=["layout=colocated"])
     none = {
         "calls": "no pool of this recipe asks another one",
         "weights": "no pool of this recipe takes weights from another one",
     }
     assert all(f"{name}: not searched, for {why}\n" in found.output for name, why in none.items())
     assert "3 scenarios (2 of leases, 1 of agents), seeds 0 to 2: all promises were kept" in found.output
-    told = json.loads(searched("--faults", "1", "--json", served=["flow=sft"]).output)
-    assert told["not_searched"] == {"leases": "this flow trains on files and generates nothing", **none}
-    assert told["scenarios"] == {"agents": 1}
+    told = searched("--count", "1", served=["flow=sft"]).output
+    none["leases"] = "this flow trains on files and generates nothing"
+    assert all(f"{name}: not searched, for {why}\n" in told for name, why in none.items())
+    assert "1 scenario (1 of agents), seeds 0 to 0: all promises were kept" in told
+
+
+def test_without_a_recipe_all_kinds_of_layouts_are_searched(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--count", "4", "--seed", "8"]) == 0
+    told = capsys.readouterr().out
+    assert [line for line in told.splitlines() if not line.startswith("  injected: ")] == [
+        *(f"{name}: 1 scenario; all promises were kept" for name in CORES),
+        "4 scenarios (1 of leases, 1 of calls, 1 of weights, 1 of agents), seeds 8 to 11: all promises were kept",
+    ]
+    kinds = {(kind.schedule, kind.staleness, kind.colocated, kind.dealing) for kind in fault_search.KINDS}
+    assert {schedule for schedule, *_ in kinds} == {*get_args(Schedule)}
+    assert {staleness for _, staleness, *_ in kinds} == {0, 1, 2, None}
 
 
 @pytest.mark.parametrize(
@@ -228,26 +259,30 @@ def test_the_command_names_the_seed_and_how_to_repeat_it(
 ) -> None:
     """Of whichever cores have a fault; those that then wait for ever take long."""
     monkeypatch.setattr(where, what, instead)
-    words = [*SERVED, "layout.max_staleness=1", "--faults", str(scenarios)]
-    broken = json.loads(searched(*words, "--json", served=()).output)["broken"]
+    recipe = [*SERVED, "layout.max_staleness=1"]
+    found = searched("--count", str(scenarios), served=recipe)
+    broken = re.findall(r"^(\w+), seed (\d+): (.*)\n  repeat it with: (.*)$", found.output, re.MULTILINE)
     assert broken
-    assert {one["cores"] for one in broken} == {cores}
-    recipe = f"quickstart {' '.join(SERVED)} layout.max_staleness=1"
-    again = f"distflow simulate {recipe} --faults 1 --faults-of {cores} --seed "
-    assert {one["again"] for one in broken} == {f"{again}{one['seed']}" for one in broken}
-    alone = searched(*str(broken[0]["again"]).split()[3:], served=())
-    assert alone.return_value == 1
-    assert f"{cores}, seed {broken[0]['seed']}: {broken[0]['what']}\n  repeat it with: {again}" in alone.output
-    assert f"; 1 broke a promise, seeds {broken[0]['seed']}\n" in alone.output
+    assert found.code == 1
+    assert {name for name, *_ in broken} == {cores}
+    again = f"python -m tests.search {cores} --seed {{}} --count 1 --recipe quickstart {' '.join(recipe)}"
+    assert {one for *_, one in broken} == {again.format(seed) for _, seed, *_ in broken}
+    _, seed, why, repeats = broken[0]
+    alone = searched(*shlex.split(repeats)[3 : -1 - len(recipe) - 1], served=recipe)
+    assert alone.code == 1
+    assert f"{cores}, seed {seed}: {why}\n  repeat it with: {again.format(seed)}" in alone.output
+    assert f"; 1 broke a promise, seeds {seed}\n" in alone.output
     assert alone.output.endswith(": 1 broke a promise\n")
 
 
 def test_the_command_that_repeats_a_seed_can_be_pasted_into_a_shell(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fault_search, "JUDGES", {"calls": lambda seed, *about: BrokenPromise(seed, "lost")})
     override = "models.policy.path=my models/policy"
-    found = searched(override, "--faults", "1", "--faults-of", "calls", "--seed", "5", "--json")
-    again, words = json.loads(found.output)["broken"][0]["again"], ["quickstart", *SERVED, override]
-    assert shlex.split(again)[2:] == [*words, "--faults", "1", "--faults-of", "calls", "--seed", "5"]
+    found = searched("calls", "--count", "1", "--seed", "5", served=[*SERVED, override])
+    again = re.search("repeat it with: (.*)", found.output)
+    assert again is not None
+    words = ["calls", "--seed", "5", "--count", "1", "--recipe", "quickstart", *SERVED, override]
+    assert shlex.split(again.group(1)) == ["python", "-m", "tests.search", *words]
 
 
 def test_a_search_that_is_interrupted_says_how_far_it_came(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,23 +291,25 @@ def test_a_search_that_is_interrupted_says_how_far_it_came(monkeypatch: pytest.M
             raise KeyboardInterrupt
 
     monkeypatch.setattr(fault_search, "JUDGES", {"calls": judged})
-    found = searched("--faults", "9", "--faults-of", "calls")
-    assert found.return_value == 130
+    found = searched("calls", "--count", "9")
+    assert found.code == 130
     assert found.output.endswith("2 scenarios (2 of calls), seeds 0 to 1: all promises were kept\n")
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "served", "message"),
     [
-        (["--faults", "1", "--faults-of", "calls,lanes"], "--faults-of lanes: expected some of leases, calls, weights"),
+        (["calls", "lanes"], SERVED, "lanes: expected some of leases, calls, weights, agents"),
         (
-            ["--faults", "1", "--faults-of", "agents,calls", "layout=split"],
-            "--faults-of calls: no pool of this recipe asks another one — leave it out, or name another layout",
+            ["agents", "calls"],
+            ["layout=split"],
+            "calls: no pool of this recipe asks another one — leave it out, or name another layout",
         ),
-        (["--faults-of", "calls"], "--faults-of: what --faults searches — give --faults N, too, or leave it out"),
     ],
 )
-def test_what_cannot_be_searched_is_refused(words: list[str], message: str) -> None:
-    found = searched(*words)
-    assert isinstance(found.exception, UserError)
-    assert message in str(found.exception)
+def test_what_cannot_be_searched_is_refused(
+    capsys: pytest.CaptureFixture[str], words: list[str], served: Sequence[str], message: str
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        searched(*words, "--count", "1", served=served)
+    assert message in capsys.readouterr().err

@@ -20,10 +20,10 @@ from functools import partial
 import msgpack
 
 from distflow.exchange.call_messages import CallAnswer, CallMessage, from_wire, kind_of, to_wire
-from distflow.sim.call_scenario import FROZEN, VERSIONED, CallRecord, CallScenario
-from distflow.sim.call_workers import AnsweringWorker, AskingWorker, SimulatedProcess
 from distflow.sim.event_queue import EventQueue, Fault
 from distflow.types import Version, WorkerName
+from tests.search.call_scenario import FROZEN, VERSIONED, CallRecord, CallScenario
+from tests.search.call_workers import AnsweringWorker, AskingWorker, SimulatedProcess
 
 TRAIN_S = 0.5
 """Seconds between the last answer for a training step and the next version."""

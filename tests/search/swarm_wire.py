@@ -14,15 +14,15 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from distflow.comm.curve import DEAD_LINK_MS
-from distflow.sim.swarm_memory import PIECES, HeldSegment, part
 from distflow.weights.swarm.fetch_actions import ChunkLink, Landing
 from distflow.weights.swarm.serve_core import MOST_WAITING, SendChunk, SendFrame, ServedReader
 from distflow.weights.swarm_messages import ChunkAsk, Says, pack, read_ask, read_counts, read_indices, read_peers
+from tests.search.swarm_memory import PIECES, HeldSegment, part
 
 if TYPE_CHECKING:
     # They make it: at run time the import goes the other way.
-    from distflow.sim.swarm_hosts import SwarmHost
-    from distflow.sim.swarm_readers import ReaderHost
+    from tests.search.swarm_hosts import SwarmHost
+    from tests.search.swarm_readers import ReaderHost
 
 DEAD_LINK_S = DEAD_LINK_MS / 1000
 KEEPALIVE_S = 25.0

@@ -16,7 +16,7 @@ from distflow.cluster.processes import HostEntry
 from distflow.comm.beats import STRIDE, Beat
 from distflow.comm.probes import RUMOUR_BEATS
 from distflow.sim.event_queue import EventQueue, Fault
-from distflow.sim.proof_audit import ProofAudit, Spoken
+from tests.search.proof_audit import ProofAudit, Spoken
 
 SILENCE_S = 15.0
 TURN_S = 1.0
