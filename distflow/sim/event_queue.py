@@ -1,99 +1,32 @@
-"""Virtual time: events happen in the order of their times, those of one time as they were scheduled.
-
-What goes wrong on purpose is counted as it happens.
-"""
+"""Virtual time: events happen in the order of their times, those of one time as they were scheduled."""
 
 from __future__ import annotations
 
 import heapq
-from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from itertools import count
-from typing import Literal, Protocol
-
-from distflow.sim.scenario import StuckError
-
-Fault = Literal[
-    "crashes",
-    "pauses",
-    "leaves",
-    "joins",
-    "new_terms",
-    "scalings",
-    "cuts",
-    "messages_lost",
-    "messages_doubled",
-    "messages_overtaken",
-    "messages_late",
-    "calls_cancelled",
-    "damaged_chunks",
-    "wrong_chunks",
-    "clock_jumps",
-    "slow_workers",
-    "slow_reads",
-]
-"""crashes: of processes and hosts; pauses: as by SIGSTOP; leaves, joins: of workers and hosts; new_terms: training that
-begins again from a checkpoint; scalings: of pools that train; cuts: of links between hosts; messages_overtaken: by one
-that was sent later; messages_late: of half a second and more, where order is not kept; damaged_chunks: in memory;
-wrong_chunks: that arrive with wrong bytes; slow_workers: 20 times slower than others; slow_reads: of prompts."""
 
 
-class Mortal(Protocol):
-    """A process that may be dead."""
-
-    @property
-    def alive(self) -> bool:
-        """Whether it runs."""
+class StuckError(AssertionError):
+    """A simulation that made no progress before its end."""
 
 
 class EventQueue:
     """The clock of a simulation, in seconds from its begin, and what is still to happen."""
 
-    def __init__(self, injected: Counter[Fault] | None = None) -> None:
-        """`injected`: where to count faults."""
-        self.injected = Counter[Fault]() if injected is None else injected
-        self._last_arrivals: dict[Hashable, float] = {}
-        """When the last message on each way arrives."""
+    def __init__(self) -> None:
         self.now = 0.0
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self.events: list[tuple[float, int, Callable[[], None]]] = []
+        """A heap of what is to happen when."""
         self._numbers = count()
 
     def after(self, seconds: float, event: Callable[[], None]) -> None:
         """Schedule an event."""
-        heapq.heappush(self._events, (self.now + seconds, next(self._numbers), event))
+        heapq.heappush(self.events, (self.now + seconds, next(self._numbers), event))
 
     def at(self, seconds: float, event: Callable[[], None]) -> None:
         """Schedule an event for a time."""
-        heapq.heappush(self._events, (seconds, next(self._numbers), event))
-
-    def befall(self, seconds: float, what: Fault, process: Mortal, event: Callable[[], None]) -> None:
-        """Schedule a fault of a process: it counts if the process is alive then, and a crash if it dies of it."""
-
-        def happen() -> None:
-            alive = process.alive
-            event()
-            self.injected[what] += alive and (what != "crashes" or not process.alive)
-
-        self.after(seconds, happen)
-
-    def inject(self, what: Fault) -> None:
-        """Count a fault that happens now."""
-        self.injected[what] += 1
-
-    def note_arrival(self, way: Hashable, seconds: float) -> None:
-        """Count a message that is sent now, and arrives before an earlier one on the same way."""
-        at = self.now + seconds
-        if at < self._last_arrivals.get(way, 0.0):
-            self.inject("messages_overtaken")
-        else:
-            self._last_arrivals[way] = at
-
-    def run_for(self, seconds: float) -> None:
-        """Let everything happen that does within so many seconds."""
-        until = self.now + seconds
-        while self._events and self._events[0][0] <= until:
-            self._happen()
-        self.now = until
+        heapq.heappush(self.events, (seconds, next(self._numbers), event))
 
     def run_until(self, over: Callable[[], bool], limit_s: float, describe: Callable[[], str]) -> None:
         """Let one event after the other happen until it is `over`.
@@ -101,10 +34,11 @@ class EventQueue:
         Raises StuckError, with what `describe` says, if that takes longer than `limit_s`, or nothing is left to happen.
         """
         while not over():
-            if not self._events or self._events[0][0] > limit_s:
+            if not self.events or self.events[0][0] > limit_s:
                 raise StuckError(describe())
-            self._happen()
+            self.happen()
 
-    def _happen(self) -> None:
-        self.now, _, event = heapq.heappop(self._events)
+    def happen(self) -> None:
+        """Let the next event happen."""
+        self.now, _, event = heapq.heappop(self.events)
         event()

@@ -274,7 +274,6 @@ def simulate(load: Load, device: DeviceLatency, lengths: Lengths, options: Simul
         spread_s=HEARD_S,
         load_s=workload.transfer_s,
         tick_s=settings.report_s,
-        audited=False,
         seed=load.job.seed,
         limit_s=1e9 * slower,
     )

@@ -1,15 +1,10 @@
-"""A generating worker in virtual time: the cores of a real one, a weight receiver, and a fluid engine.
-
-Where the scenario is audited, each token names the worker that produced it, and every sample that any worker ever had
-is remembered: a lease that comes with tokens must come with one of these, from one worker and what that one went on
-from.
-"""
+"""A generating worker in virtual time: the cores of a real one, a weight receiver, and a fluid engine."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from distflow.exchange.lease_client import HolderCore
 from distflow.exchange.messages import Lease, Message, Outgoing, OwnerMessage
@@ -18,33 +13,42 @@ from distflow.exchange.rollout_core import FinishedGroup, RolloutCore, Turn
 from distflow.sim.account import WorkerTime
 from distflow.sim.fluid_engine import FluidEngine, FluidSample
 from distflow.sim.no_weights import NoWeights, manifest_of
-from distflow.sim.scenario import Crash, Leave, Pause, Record, Scenario
+from distflow.sim.scenario import Crash, Record, Scenario
 from distflow.sim.workload import Workload
-from distflow.types import BegunSample, Version
+from distflow.types import Version
 from distflow.weights.in_place import InPlace
 from distflow.weights.receiver import WeightInbox
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-Had = tuple[FluidEngine, FluidSample]
+
+class EndedGroup(NamedTuple):
+    """A group whose samples have ended, and the versions of its tokens."""
+
+    whole: FinishedGroup
+    versions: set[Version]
 
 
 class WorkerNetwork(Protocol):
     """The part of the network that a worker uses."""
 
-    scenario: Scenario
+    @property
+    def scenario(self) -> Scenario:
+        """What is simulated."""
+
+    @property
+    def record(self) -> Record:
+        """What happened."""
+
     workload: Workload
     now: float
     version: int
     term: int
     begins: dict[int, int]
     owner_names: list[str]
-    record: Record
     versions: dict[tuple[str, int], set[Version]]
     """All versions of the tokens with which a worker finished a position."""
-    histories: dict[tuple[int, int], list[Had]]
-    """All samples that workers had, by position and sample, where the scenario is audited."""
 
     def after(self, seconds: float, event: Callable[[], None]) -> None:
         """Schedule an event."""
@@ -58,9 +62,6 @@ class WorkerNetwork(Protocol):
     def train_when_ready(self) -> None:
         """Begin the training step if it can."""
 
-    def started(self, worker: SimulatedWorker) -> None:
-        """A worker has come back."""
-
 
 class SimulatedWorker:
     """A generating worker: its cores, a weight receiver, and an engine that takes time."""
@@ -71,40 +72,32 @@ class SimulatedWorker:
         self.name = f"rollout/{number}"
         self.incarnation = -1
         self.alive = False
-        self.leaving = False
-        self.paused_until = 0.0
-        self.term = 0
         self.version = Version(0, 0)
         """Version of the weights in its engine."""
         self.fetched = False
         """Whether the weights announced can be loaded."""
         self.leases: dict[int, tuple[Lease, Version]] = {}
         """Groups in the engine, with the version under which each was started here."""
-        self.mail: list[Message] = []
-        self.judging: list[tuple[FinishedGroup, set[Version]]] = []
-        """Groups whose reward it computes, and does nothing else meanwhile."""
         self.time = WorkerTime()
         self.inbox: WeightInbox
         self.holder: HolderCore
         self.core: RolloutCore
         self.engine: FluidEngine
         self._armed, self._armed_at = 0, -1.0
-        self._told: object = None
+        self.told: object = None
         """What was known at the last report: while an environment computes, the next would say the same."""
 
     def start(self) -> None:
         """Start an incarnation."""
         scenario = self.network.scenario
         self.incarnation += 1
-        self.alive, self.fetched, self._told = True, False, None
-        self.term = self.network.term
-        self.engine = self._new_engine()
+        self.alive, self.fetched, self.told = True, False, None
+        self.engine = self.new_engine()
         self.inbox = WeightInbox(InPlace(NoWeights()))
-        self.inbox.begin_term(self.term, self.network.begins)
-        self.inbox.announce(manifest_of(Version(self.term, self.network.version)))
+        self.inbox.begin_term(self.network.term, self.network.begins)
+        self.inbox.announce(manifest_of(Version(self.network.term, self.network.version)))
         self.inbox.load(self)
-        for kept in (self.leases, self.mail, self.judging):
-            kept.clear()
+        self.leases.clear()
         self.holder = HolderCore(
             self.name,
             self.incarnation,
@@ -115,69 +108,53 @@ class SimulatedWorker:
             seed=scenario.seed * 1000 + self.number,
         )
         self.core = RolloutCore(self.holder, scenario.refresh)
-        self._generate_for(self.network.version)
+        self.generate_for(self.network.version)
         self.time.settle(self.network.now)
-        self.network.started(self)
         self.work()
-        phase = 0.0 if scenario.audited else scenario.tick_s * (self.number * 0.618 % 1.0)
-        self.network.after(phase, partial(self.tick, self.incarnation))
+        self.network.after(self.phase_s, partial(self.tick, self.incarnation))
 
-    def _new_engine(self) -> FluidEngine:
-        scenario = self.network.scenario
+    @property
+    def phase_s(self) -> float:
+        """When it looks first at what is due: not all at once."""
+        return self.network.scenario.tick_s * (self.number * 0.618 % 1.0)
+
+    @property
+    def mark(self) -> int | None:
+        """The token that its engine writes; None: token i of any sample is i."""
+        return None
+
+    def new_engine(self) -> FluidEngine:
+        """Make an engine without samples."""
         decode, slow = self.network.workload.decode(self.number)
-        mark = 100 * self.number + self.incarnation if scenario.audited else None
-        engine = FluidEngine(scenario.slots, decode, slow, mark, self.network.workload.turns)
+        engine = FluidEngine(self.network.scenario.slots, decode, slow, self.mark, self.network.workload.turns)
         engine.advance(self.network.now)
         return engine
 
     def die(self, crash: Crash) -> None:
         """Crash."""
-        if not self.alive or self.leaving:
+        if not self.alive:
             return
         self.alive = False
         self.engine.close(self.network.now)
-        self._count_engine()
+        self.count_engine()
         if crash.noticed:
             self.network.after(0.5, partial(self.network.tell_lost, self.name, self.incarnation))
         if crash.restart_s is not None:
             self.network.after(crash.restart_s, self.start)
-
-    def pause(self, pause: Pause) -> None:
-        """Suspend it."""
-        self.paused_until = max(self.paused_until, self.network.now + pause.seconds)
-        self.network.after(pause.seconds, self._resume)
-        self._let_run()
-
-    def leave(self, leave: Leave) -> None:
-        """Be drained."""
-        if not self.alive or self.leaving:
-            return
-        if self.paused:
-            self.network.after(1.0, partial(self.leave, leave))
-            return
-        outputs = self.engine.close(self.network.now)
-        self.leaving = True
-        self.leases.clear()
-        self.judging.clear()
-        self._count_engine()
-        self.network.send(self.name, self.core.hand_back(outputs, self.network.now).train)
-
-    @property
-    def paused(self) -> bool:
-        """Whether it is suspended now."""
-        return self.network.now < self.paused_until
 
     @property
     def frozen(self) -> bool:
         """Whether it leaves its engine alone to train: it knows that the set of its training step is closed."""
         return not self.core.endless and self.core.over and not self.holder.run_finished
 
+    @property
+    def halted(self) -> bool:
+        """Whether anything keeps its engine from running."""
+        return self.frozen
+
     def hear(self, message: Message) -> None:
-        """Receive a message; a suspended worker reads it later."""
-        if self.alive and self.paused:
-            self.mail.append(message)
-        elif self.alive and isinstance(message, OwnerMessage) and message.term == self.term:
-            # A message of another term: from a process that has ended, or that is not known yet.
+        """Receive a message."""
+        if self.alive and isinstance(message, OwnerMessage):
             self.network.send(self.name, self.holder.handle(message, self.network.now))
             self.work()
 
@@ -185,31 +162,15 @@ class SimulatedWorker:
         """Let the core act on the time that has passed."""
         if not self.alive or incarnation != self.incarnation:
             return
-        if not self.paused:
-            if not (self.frozen or self.judging or self.leaving):
-                self._report()
-            self.network.send(self.name, self.holder.tick(self.network.now))
-            self.work()
+        self.look()
         self.network.after(self.network.scenario.tick_s, partial(self.tick, incarnation))
 
-    def begin_term(self, term: int) -> None:
-        """The owners have restarted; a little later their weights arrive, too."""
-        network = self.network
-        if not self.alive or term != network.term:
-            return
-        if self.paused:
-            network.after(1.0, partial(self.begin_term, term))
-            return
-        self.term, self._told = term, None
-        before = set(self.holder.held())
-        self.inbox.begin_term(term, network.begins)
-        out = self.holder.begin_term(term, network.owner_names, network.begins, self.inbox.loaded, network.now)
-        if not self.leaving:
-            network.record.kept += len(before & set(self.holder.held()))
-        self._generate_for(network.version)
-        network.send(self.name, out)
-        network.after(0.5 + network.scenario.load_s, partial(self.refresh, Version(term, network.version)))
-        network.after(network.scenario.step_s, self._go_on)
+    def look(self) -> None:
+        """Report, and do what is due."""
+        if not self.halted:
+            self._report()
+        self.network.send(self.name, self.holder.tick(self.network.now))
+        self.work()
 
     def refresh(self, version: Version) -> None:
         """New weights are announced and loaded a little later; a colocated worker generates again."""
@@ -217,7 +178,7 @@ class SimulatedWorker:
             self.inbox.announce(manifest_of(version))
             # Two announcements may overtake each other; the worker's own steps follow one another.
             if self.inbox.newest == version:
-                self._generate_for(version.number)
+                self.generate_for(version.number)
             self.network.after(self.network.scenario.load_s, self._fetch)
 
     def begin_update(self, version: Version) -> None:
@@ -234,21 +195,24 @@ class SimulatedWorker:
 
     def _fetch(self) -> None:
         self.fetched = self.inbox.waiting
-        self._go_on()
+        self.go_on()
 
-    def _generate_for(self, step: int) -> None:
+    def go_on(self) -> None:
+        """Take up what has changed."""
+        if self.alive:
+            self.work()
+
+    def generate_for(self, step: int) -> None:
+        """Generate up to this training step, if it trains, too."""
         self.core.until(step if self.network.scenario.colocated else None)
 
     def work(self) -> None:
         """Do what the worker's loop does before a decode step."""
         self.holder.take_acked()
-        if self.leaving:
-            self._go_when_done()
-            return
         if self.frozen:
-            self._let_run()
+            self.let_run()
             self.network.train_when_ready()
-        elif not (self.judging or self.paused) and self.core.open():
+        elif not self.halted and self.core.open():
             self.engine.advance(self.network.now)
             turn = self._turn()
             while turn.load or turn.abort:
@@ -263,7 +227,7 @@ class SimulatedWorker:
                 turn = self._turn()
             for lease in turn.start:
                 self.begin(lease)
-        self._let_run()
+        self.let_run()
 
     def _turn(self) -> Turn:
         newer, free = self.fetched and self.inbox.waiting, self.engine.free_slots
@@ -275,16 +239,7 @@ class SimulatedWorker:
         """Start a group, or continue one."""
         network, position = self.network, lease.position
         assert position not in self.leases, f"{self.name} started {position} twice"
-        begun = {sample.sample: sample for sample in lease.begun}
-        rate, prompt = network.workload.rate(position, self.number), len(lease.prompt_ids)
-        samples = [
-            FluidSample(position, number, length, prompt, rate, begun.get(number))
-            for number, length in enumerate(network.workload.lengths(position))
-        ]
-        if network.scenario.audited:
-            self._check_begun(position, lease.begun)
-            for number, sample in enumerate(samples):
-                network.histories.setdefault((position, number), []).append((self.engine, sample))
+        samples, prompt = self.samples_of(lease), len(lease.prompt_ids)
         had = sum(sample.had for sample in samples)
         network.record.started += 1
         network.record.continued += had
@@ -295,19 +250,20 @@ class SimulatedWorker:
         self.engine.add(samples)
         self.core.report({position: 1}, None, self.inbox.loaded)
 
-    def _check_begun(self, position: int, begun: Sequence[BegunSample]) -> None:
-        for sample in begun:
-            known = self.network.histories[position, sample.sample]
-            tokens = len(sample.token_ids)
-            same = any(engine.wrote(had)[:tokens] == sample.token_ids for engine, had in known)
-            assert same, "tokens were mixed"
-            assert sample.logprobs == tuple(map(float, range(tokens))), "log-probs were mixed"
+    def samples_of(self, lease: Lease) -> list[FluidSample]:
+        """The samples of a group, for the engine."""
+        position, prompt = lease.position, len(lease.prompt_ids)
+        begun = {sample.sample: sample for sample in lease.begun}
+        rate = self.network.workload.rate(position, self.number)
+        return [
+            FluidSample(position, number, length, prompt, rate, begun.get(number))
+            for number, length in enumerate(self.network.workload.lengths(position))
+        ]
 
     # -- the engine
-    def _let_run(self) -> None:
+    def let_run(self) -> None:
         """The engine runs unless something keeps it from it; there is an event when its next sample ends."""
-        engine = self.engine
-        halted = self.paused or bool(self.judging) or self.leaving or self.frozen
+        engine, halted = self.engine, self.halted
         if halted != engine.paused:
             engine.pause(self.network.now, paused=halted)
         self.time.look(self.network.now, engine, self._idle_for)
@@ -331,30 +287,25 @@ class SimulatedWorker:
         elif engine.free_slots // size != before:
             self.work()
         else:
-            self._let_run()
+            self.let_run()
 
     def finish(self, groups: Sequence[FinishedGroup]) -> None:
         """These groups are generated; now they are judged."""
-        found = [(whole, self._versions(whole)) for whole in groups]
+        found = [EndedGroup(whole, self._versions(whole)) for whole in groups]
         self.network.send(self.name, self.core.ask(self.engine.free_slots, self.network.now).train)
-        if step_s := self.network.scenario.step_s:
-            self.judging += found
-            self._let_run()
-            self.network.after(step_s, partial(self._judged, self.incarnation))
-        else:
-            self._deliver(found)
+        self.judge(found)
+
+    def judge(self, found: Sequence[EndedGroup]) -> None:
+        """Compute the rewards of groups, which takes no time here."""
+        self.deliver(found)
 
     def _versions(self, whole: FinishedGroup) -> set[Version]:
         _, started = self.leases.pop(whole.lease.position)
         spans = (span for sample in whole.samples for call in sample.calls for span in call.spans)
         return {started, *(Version(span.term, span.version) for span in spans)}
 
-    def _judged(self, incarnation: int) -> None:
-        if self.alive and incarnation == self.incarnation:
-            found, self.judging = self.judging, []
-            self._deliver(found)
-
-    def _deliver(self, found: Sequence[tuple[FinishedGroup, set[Version]]]) -> None:
+    def deliver(self, found: Sequence[EndedGroup]) -> None:
+        """Hand over the results of groups."""
         network = self.network
         for whole, versions in found:
             position = whole.lease.position
@@ -370,31 +321,14 @@ class SimulatedWorker:
         """Do what the worker's loop does after a decode step."""
         self.engine.advance(self.network.now)
         due = self.core.wants_partials(self.network.now)
-        if (known := (self.engine.news, self.inbox.loaded)) == self._told:
+        if (known := (self.engine.news, self.inbox.loaded)) == self.told:
             return
         if due or not self.network.scenario.settings.partial_rollouts:
-            self._told = known
+            self.told = known
         self.core.report(self.engine.progress(), self.engine.partials() if due else None, self.inbox.loaded)
 
-    def _count_engine(self) -> None:
+    def count_engine(self) -> None:
+        """Note what the engine of this incarnation did."""
         self.network.record.produced += self.engine.produced
         self.time.close(self.network.now, self.engine)
         self.engine.produced = 0
-
-    def _resume(self) -> None:
-        if not self.paused and self.alive:
-            mail, self.mail = self.mail, []
-            for message in mail:
-                self.hear(message)
-            self.work()
-
-    def _go_on(self) -> None:
-        if self.alive and not self.paused:
-            self.work()
-
-    def _go_when_done(self) -> None:
-        if not self.core.released:
-            return
-        self.network.send(self.name, self.holder.leave())
-        self.alive = False
-        self.network.after(0.5, partial(self.network.tell_lost, self.name, self.incarnation))

@@ -1,21 +1,19 @@
 """What there is to compute: prompts, how long their responses are, and how long devices take.
 
-A simulation of a recipe takes both from a latency model and a distribution of lengths (`DeviceWorkload`); a test says
-itself how long each group takes (`FixedWorkload`).
+Both follow from a latency model and a distribution of lengths (`DeviceWorkload`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Protocol
 
 from distflow.data.randomness import length_draws
-from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.messages import LeasePrompt
 from distflow.flow.memory import group_bytes
-from distflow.parts import Lengths, unshared
+from distflow.parts import Lengths
 from distflow.sim.fluid_engine import ONE_TURN, SampleTurns
 from distflow.sim.latency import DecodeLatency, DeviceLatency, terms_of
 from distflow.sim.lengths import Lengths as Distribution
@@ -73,68 +71,6 @@ class Workload(Protocol):
 
     def train_s(self, replica: int, positions: Sequence[int]) -> float:
         """Seconds that a replica computes for a batch of groups."""
-
-
-def prompt_at(position: int) -> LeasePrompt:
-    """An endless data order; prompt lengths 1 … 4 tokens."""
-    ids = tuple(range(1, 2 + position % 4))
-    return LeasePrompt(Uid(position // 100, position % 100, position), ids, f"prompt {position}", "{}")
-
-
-@dataclass(frozen=True, slots=True)
-class FixedWorkload:
-    """Times and lengths that a test gives; whatever else runs, a group takes its `seconds`."""
-
-    settings: LeaseSettings
-    seconds: Callable[[int], float]
-    """Generation time of the group at a position."""
-    slowness: Callable[[int], float]
-    """Factor on that time, by worker number."""
-    tokens: int
-    """Tokens of every sample, produced evenly over the group's time."""
-    batch_s: Callable[[int], float]
-    """Time of a batch, by replica number."""
-    swap_s: float = 0.0
-    prefill_s: float = 0.0
-    end_s: float = 0.5
-    turns: SampleTurns = ONE_TURN
-
-    @property
-    def quadratic(self) -> float:
-        """Enough to be seen in rows of a few tokens."""
-        return 0.1
-
-    def prompt(self, position: int) -> LeasePrompt:
-        """One of 1 … 4 tokens."""
-        return prompt_at(position)
-
-    def lengths(self, position: int) -> Sequence[int]:
-        """All alike."""
-        return [self.tokens] * self.settings.samples_per_prompt
-
-    def rate(self, position: int, worker: int) -> float:
-        """All tokens within the group's seconds."""
-        return self.tokens / (self.seconds(position) * self.slowness(worker))
-
-    def decode(self, worker: int) -> tuple[DecodeLatency, float]:
-        """A step of the clock is a second."""
-        return DecodeLatency(1.0, 0.0), 1.0
-
-    def rows(self, position: int) -> Lengths:
-        """No matter what was sampled: longer in some groups than in others."""
-        return unshared([1 + position % 7] * self.settings.samples_per_prompt)
-
-    def result_bytes(self, position: int) -> int:
-        """As many as were reserved."""
-        return self.settings.group_bytes(len(prompt_at(position).prompt_ids))
-
-    def result_tokens(self, position: int) -> int:
-        """As many as it takes time, however many are made."""
-        return round(100 * self.seconds(position))
-
-    def train_s(self, replica: int, positions: Sequence[int]) -> float:
-        """Whatever it holds."""
-        return self.batch_s(replica)
 
 
 @dataclass(frozen=True, slots=True)

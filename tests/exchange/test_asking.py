@@ -11,8 +11,8 @@ import pytest
 
 from distflow.exchange.lease_client import HolderCore
 from distflow.exchange.messages import Outgoing, Refuse
-from distflow.sim.scenario import SMALL
 from tests.exchange.test_lease_client import HOME, asks, grant, new_holder
+from tests.search.lease_scenario import SMALL
 
 
 def test_an_unanswered_ask_is_repeated_with_its_number() -> None:

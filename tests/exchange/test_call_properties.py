@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distflow.sim.scenario import Crash, Leave, Pause
+from distflow.sim.scenario import Crash
 from tests.budget import within
 from tests.search import call_faults
 from tests.search.call_faults import calls_of, check_calls, judge_calls
 from tests.search.call_network import CallNetwork
 from tests.search.call_scenario import MIB, CallScenario, Cut, Withdrawal
+from tests.search.lease_scenario import Leave, Pause
 
 AT = st.floats(0.0, 20.0)
 

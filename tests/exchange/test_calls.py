@@ -18,10 +18,10 @@ from distflow.exchange.call_messages import (
     CallWithdrawn,
     OutgoingCall,
 )
-from distflow.sim.scenario import Leave, Pause
 from distflow.types import Version
 from tests.search.call_network import CallNetwork
 from tests.search.call_scenario import FROZEN, MIB, VERSIONED, CallRecord, CallScenario
+from tests.search.lease_scenario import Leave, Pause
 
 POOLS = {FROZEN: "reference", VERSIONED: "critic"}
 A, B, CRITIC = "reference/0", "reference/1", "critic/0"

@@ -16,9 +16,9 @@ from distflow.exchange.deal_core import DealCore
 from distflow.exchange.dealing import DealRule, Hand, Offer, deal, in_rounds, ranks
 from distflow.exchange.group_transfer import GROUPS, KEPT, REPEAT_S, Send
 from distflow.parts import CostRule, tokens_of, unshared, whole_lengths
-from distflow.sim.network import LeaseNetwork
-from distflow.sim.scenario import SMALL, Scenario
 from tests.budget import within
+from tests.search.lease_network import FaultyNetwork
+from tests.search.lease_scenario import SMALL, FaultScenario
 
 REPLICAS = 8
 LONGEST = 16384
@@ -215,7 +215,7 @@ def test_groups_of_a_step_that_is_over_are_acknowledged_and_not_kept() -> None:
 @within(3, examples=60)
 def test_replicas_that_deal_train_on_everything_once(seed: int, loss: float, owners: int, lazy: bool) -> None:
     limits = replace(SMALL, groups_per_ledger=6, memory_bytes=10**6, max_staleness=1)
-    scenario = Scenario(
+    scenario = FaultScenario(
         limits,
         owners=owners,
         workers=2,
@@ -229,6 +229,6 @@ def test_replicas_that_deal_train_on_everything_once(seed: int, loss: float, own
         lazy_take=lazy,
         seed=seed,
     )
-    record = LeaseNetwork(scenario).run()
+    record = FaultyNetwork(scenario).run()
     assert [len(record.trained[step]) for step in range(3)] == [24] * 3
     assert record.moved > 0

@@ -14,11 +14,12 @@ from distflow.exchange.entry import Entry
 from distflow.exchange.hedging import CopyCandidates
 from distflow.exchange.holder_table import Peer, Peers, PendingGrant
 from distflow.exchange.owner import OwnerCore
-from distflow.sim import trainer
-from distflow.sim.network import LeaseNetwork
-from distflow.sim.scenario import SMALL, Crash, Pause, Scenario
+from distflow.sim.scenario import Crash
 from tests.exchange.test_lease_properties import doom, long_tail
+from tests.search import lease_network
 from tests.search.faults import check
+from tests.search.lease_network import FaultyNetwork
+from tests.search.lease_scenario import SMALL, FaultScenario, Pause
 
 BUDGET_S = 3.0
 SEEDS_AT_LEAST = 10
@@ -99,11 +100,11 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[Checked]:
             self._copies = Checked(self)
             made.append(self._copies)
 
-    monkeypatch.setattr(trainer, "OwnerCore", Owner)
+    monkeypatch.setattr(lease_network, "OwnerCore", Owner)
     return made
 
 
-def scenario(seed: int) -> Scenario:
+def scenario(seed: int) -> FaultScenario:
     """Slow workers, silent ones, and ones that die without a word."""
     rng = random.Random(seed)
     workers, b, ledgers = rng.randint(2, 6), rng.randint(1, 3), rng.choice([4, 8])
@@ -120,7 +121,7 @@ def scenario(seed: int) -> Scenario:
         memory_bytes=rng.choice([1, 100]) * 400 * b * ledgers,
         message_bytes=rng.choice([1, 400, 1 << 20]),
     )
-    return Scenario(
+    return FaultScenario(
         limits,
         owners=rng.randint(1, 2),
         workers=workers,
@@ -141,7 +142,7 @@ def test_copies_are_what_a_look_at_all_open_groups_would_choose(checked: list[Ch
     began, seed = time.perf_counter(), 0
     while seed < SEEDS_AT_LEAST or time.perf_counter() - began < BUDGET_S:
         one = scenario(seed)
-        check(one, LeaseNetwork(one).run())
+        check(one, FaultyNetwork(one).run())
         seed += 1
     assert sum(copies.choices for copies in checked) > seed
 
@@ -150,4 +151,4 @@ def test_copies_are_what_a_look_at_all_open_groups_would_choose(checked: list[Ch
 def test_copies_are_what_a_look_at_all_open_groups_would_choose_for_many_seeds(checked: list[Checked]) -> None:
     for seed in range(500):
         one = scenario(seed)
-        check(one, LeaseNetwork(one).run())
+        check(one, FaultyNetwork(one).run())

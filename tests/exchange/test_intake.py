@@ -19,11 +19,10 @@ from distflow.exchange.messages import Ask, Grant, Report, Result
 from distflow.exchange.owner import OwnerCore
 from distflow.exchange.steal_core import ASK
 from distflow.parts import CostRule, unshared
-from distflow.sim.network import LeaseNetwork
-from distflow.sim.scenario import SMALL, Scenario
-from distflow.sim.workload import prompt_at
 from distflow.types import Version
 from tests.budget import within
+from tests.search.lease_network import FaultyNetwork
+from tests.search.lease_scenario import SMALL, FaultScenario, prompt_at
 
 ROOT = Path(__file__).resolve().parents[2]
 GROUP_BYTES = 400
@@ -217,7 +216,7 @@ def test_rows_of_groups_that_others_have_kept_are_forgotten_after_the_step() -> 
 def test_replicas_that_steal_train_on_everything_once(seed: int, loss: float, answer_s: float) -> None:
     """One is slower than the other, which takes from it."""
     limits = replace(SMALL, groups_per_ledger=6, memory_bytes=10**6, max_staleness=1)
-    scenario = Scenario(
+    scenario = FaultScenario(
         limits,
         owners=2,
         workers=2,
@@ -231,7 +230,7 @@ def test_replicas_that_steal_train_on_everything_once(seed: int, loss: float, an
         duplicates=loss,
         seed=seed,
     )
-    record = LeaseNetwork(scenario).run()
+    record = FaultyNetwork(scenario).run()
     assert [len(record.trained[step]) for step in range(3)] == [24] * 3
     assert record.moved > 0
 
@@ -239,7 +238,7 @@ def test_replicas_that_steal_train_on_everything_once(seed: int, loss: float, an
 def test_a_simulated_replica_steals_as_often_as_it_is_idle() -> None:
     """One group after another, as the budget says: of 12 of its own, a slow one computes fewer than half."""
     limits = replace(SMALL, groups_per_ledger=6, memory_bytes=10**6, training_steps=1)
-    scenario = Scenario(
+    scenario = FaultScenario(
         limits,
         owners=2,
         workers=2,
@@ -248,14 +247,14 @@ def test_a_simulated_replica_steals_as_often_as_it_is_idle() -> None:
         stealing=True,
         batch_s=lambda number: 0.1 if number else 4.0,
     )
-    assert LeaseNetwork(scenario).run().moved > 6
+    assert FaultyNetwork(scenario).run().moved > 6
 
 
 @pytest.mark.parametrize("lazy", [False, True])
 def test_memory_for_three_steps_reaches_a_lag_of_two(lazy: bool) -> None:
     """What a step has kept is free once it is over: otherwise nothing could be leased ahead any more."""
     limits = replace(SMALL, max_staleness=2, training_steps=8, memory_bytes=3 * 8 * 400)
-    record = LeaseNetwork(Scenario(limits, workers=2, slots=96, lazy_take=lazy)).run()
+    record = FaultyNetwork(FaultScenario(limits, workers=2, slots=96, lazy_take=lazy)).run()
     assert max(record.lags) == 2
     assert record.peak_bytes <= limits.memory_bytes
 

@@ -25,9 +25,8 @@ from distflow.exchange.messages import (
     Running,
 )
 from distflow.exchange.owner_links import Home
-from distflow.sim.scenario import SMALL
-from distflow.sim.workload import prompt_at
 from distflow.types import FinishReason, SampleOutput, Span, Version
+from tests.search.lease_scenario import SMALL, prompt_at
 
 HOME = "trainer/0"
 

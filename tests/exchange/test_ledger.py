@@ -12,9 +12,8 @@ from distflow.data.difficulty import Difficulty, DifficultyRule, Visit
 from distflow.errors import UserError
 from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.ledger import Ledger, RefillsExhausted
-from distflow.sim.scenario import SMALL
-from distflow.sim.workload import prompt_at
 from distflow.types import Version
+from tests.search.lease_scenario import SMALL, prompt_at
 
 ONE = replace(SMALL, ledgers=1)
 

@@ -14,17 +14,16 @@ from msgspec import structs
 from distflow.errors import ProtocolError
 from distflow.exchange.messages import Ack, Cancel, Finished, Result
 from distflow.exchange.owner import OwnerCore
-from distflow.sim.network import LeaseNetwork
-from distflow.sim.scenario import SMALL, Record, Renewal, Scenario
-from distflow.sim.workload import prompt_at
-from distflow.testing.lease_asker import Asker, granted, kinds
 from distflow.types import Version
+from tests.exchange.lease_asker import Asker, granted, kinds
 from tests.exchange.test_lease_client import asks, grant, new_holder
 from tests.exchange.test_lease_properties import doom, long_tail
+from tests.search.lease_network import FaultyNetwork
+from tests.search.lease_scenario import SMALL, FaultRecord, FaultScenario, Renewal, prompt_at
 
 
-def run(scenario: Scenario) -> Record:
-    return LeaseNetwork(scenario).run()
+def run(scenario: FaultScenario) -> FaultRecord:
+    return FaultyNetwork(scenario).run()
 
 
 def test_a_version_survives_if_every_later_term_began_at_it_or_behind_it() -> None:
@@ -33,9 +32,9 @@ def test_a_version_survives_if_every_later_term_began_at_it_or_behind_it() -> No
     assert not any(Version(*v).survives(begins) for v in [(0, 21), (1, 41), (2, 41)])
 
 
-def long_groups(renewal: Renewal, **changes: object) -> Scenario:
+def long_groups(renewal: Renewal, **changes: object) -> FaultScenario:
     limits = replace(SMALL, training_steps=3, partial_rollouts=True, **changes)
-    return Scenario(limits, owners=2, workers=2, slots=16, seconds=lambda _: 20.0, tokens=40, renewals=[renewal])
+    return FaultScenario(limits, owners=2, workers=2, slots=16, seconds=lambda _: 20.0, tokens=40, renewals=[renewal])
 
 
 def test_groups_on_the_weights_of_the_checkpoint_go_on() -> None:
@@ -66,10 +65,10 @@ def test_groups_on_later_weights_are_generated_again() -> None:
     assert record.produced > undisturbed.produced
 
 
-def busy_when_terms_begin(seed: int, workers: int, groups_at_once: int, **changes: object) -> Scenario:
+def busy_when_terms_begin(seed: int, workers: int, groups_at_once: int, **changes: object) -> FaultScenario:
     """A term every 12 s, from a checkpoint of every third training step."""
     draw = random.Random(seed)
-    return Scenario(
+    return FaultScenario(
         replace(SMALL, max_staleness=3, training_steps=6, **changes),
         workers=workers,
         slots=4 * groups_at_once,
@@ -145,7 +144,7 @@ def test_a_finished_group_goes_on_only_if_its_own_weights_survive() -> None:
 
 
 @st.composite
-def scenarios(draw: st.DrawFn) -> Scenario:
+def scenarios(draw: st.DrawFn) -> FaultScenario:
     seed = draw(st.integers(0, 2**20))
     limits = replace(
         SMALL,
@@ -157,7 +156,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
         hedging=draw(st.booleans()),
     )
     renewals = draw(st.lists(st.builds(Renewal, st.floats(0.0, 25.0), st.integers(1, 4)), max_size=3))
-    return Scenario(
+    return FaultScenario(
         replace(limits, memory_bytes=400 * limits.groups_per_ledger * 4 * draw(st.sampled_from([1, 100]))),
         owners=draw(st.integers(1, 4)),
         workers=draw(st.integers(1, 4)),
@@ -179,7 +178,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
 
 @settings(max_examples=60)
 @given(scenarios())
-def test_whatever_is_kept_every_position_ends_once(scenario: Scenario) -> None:
+def test_whatever_is_kept_every_position_ends_once(scenario: FaultScenario) -> None:
     record = run(scenario)
     assert record.trained == run(replace(scenario, renewals=())).trained
     assert max(record.lags, default=0) <= (scenario.settings.max_staleness or 0)

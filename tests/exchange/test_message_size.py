@@ -15,9 +15,9 @@ from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.lease_wire import to_wire
 from distflow.exchange.messages import Again, Grant, HandBack, Lease, LeasePrompt, Outgoing, Piece, Running
 from distflow.exchange.owner import OwnerCore
-from distflow.sim.scenario import SMALL
-from distflow.testing.lease_asker import Asker, granted
 from distflow.types import SampleOutput, Span, Uid
+from tests.exchange.lease_asker import Asker, granted
+from tests.search.lease_scenario import SMALL
 
 SAMPLES = 4
 TOKENS = 2_000

@@ -12,8 +12,8 @@ import pytest
 
 from distflow.exchange.messages import Running
 from distflow.exchange.owner import OwnerCore
-from distflow.sim.scenario import SMALL
-from distflow.testing.lease_asker import Asker, granted, new_owner
+from tests.exchange.lease_asker import Asker, granted, new_owner
+from tests.search.lease_scenario import SMALL
 
 EACH = 4
 LIMITS = replace(

@@ -20,10 +20,9 @@ from distflow.exchange.messages import (
 )
 from distflow.exchange.owner import OwnerCore
 from distflow.exchange.partials import cut
-from distflow.sim.scenario import SMALL
-from distflow.sim.workload import prompt_at
-from distflow.testing.lease_asker import Asker, finish_step, granted, kinds, leases, new_owner
 from distflow.types import BegunSample, SampleOutput, Span
+from tests.exchange.lease_asker import Asker, finish_step, granted, kinds, leases, new_owner
+from tests.search.lease_scenario import SMALL, prompt_at
 
 
 def test_leases_come_in_k_order_with_all_that_an_engine_needs() -> None:

@@ -20,9 +20,8 @@ from distflow.exchange.messages import (
     merge_acks,
 )
 from distflow.exchange.owner import OwnerCore
-from distflow.sim.scenario import SMALL
-from distflow.sim.workload import prompt_at
-from distflow.testing.lease_asker import Asker, finish_step, kinds, leases, new_owner
+from tests.exchange.lease_asker import Asker, finish_step, kinds, leases, new_owner
+from tests.search.lease_scenario import SMALL, prompt_at
 
 
 def test_a_late_result_of_a_dead_worker_is_welcome_and_the_copy_is_cancelled() -> None:

@@ -29,10 +29,9 @@ from distflow.exchange.messages import (
     Result,
 )
 from distflow.exchange.rollout_core import Messages, RolloutCore, Turn
-from distflow.sim.scenario import SMALL
-from distflow.sim.workload import prompt_at
 from distflow.types import VALIDATION, SampleOutput, Version
 from tests.budget import within
+from tests.search.lease_scenario import SMALL, prompt_at
 
 ROOT = Path(__file__).resolve().parents[2]
 OWNER = "trainer/0"

@@ -13,13 +13,13 @@ from distflow.exchange.ledger import Ledger
 from distflow.exchange.messages import LeasePrompt, Running
 from distflow.exchange.owner import OwnerCore
 from distflow.exchange.tail_split import DecodeLine, DecodeTimes, best_split, completion_s
-from distflow.sim.network import LeaseNetwork
-from distflow.sim.scenario import SMALL, Scenario
-from distflow.testing.lease_asker import Asker, granted, leases
 from distflow.types import Uid
 from tests.budget import within
+from tests.exchange.lease_asker import Asker, granted, leases
 from tests.exchange.test_lease_properties import scenarios
 from tests.search.faults import check
+from tests.search.lease_network import FaultyNetwork
+from tests.search.lease_scenario import SMALL, FaultScenario
 
 PROMPTS = 16
 """In one pass over the data of these tests; the length of a response follows from the first token of its prompt."""
@@ -220,13 +220,13 @@ def test_without_knowledge_of_decode_times_it_is_longest_first() -> None:
 @settings(max_examples=60, derandomize=True)
 @given(scenarios())
 @within(3, examples=60)
-def test_a_split_changes_nothing_but_place_whatever_happens(scenario: Scenario) -> None:
+def test_a_split_changes_nothing_but_place_whatever_happens(scenario: FaultScenario) -> None:
     if scenario.settings.max_staleness is None:
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("distflow.exchange.lease_order.DecodeTimes", KnownTimes)
         limits = replace(scenario.settings, schedule="skew_aware")
-        check(scenario, LeaseNetwork(replace(scenario, settings=limits)).run())
+        check(scenario, FaultyNetwork(replace(scenario, settings=limits)).run())
 
 
 # -- the completion formula

@@ -12,12 +12,13 @@ from msgspec import structs
 from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.messages import Ack, Cancel
 from distflow.exchange.owner import OwnerCore
-from distflow.sim.network import LeaseNetwork
-from distflow.sim.scenario import SMALL, Crash, Pause, Scenario
-from distflow.testing.lease_asker import Asker, granted, leases, new_owner
+from distflow.sim.scenario import Crash
 from distflow.types import Version
+from tests.exchange.lease_asker import Asker, granted, leases, new_owner
 from tests.exchange.test_lease_properties import doom, long_tail
 from tests.search.faults import check
+from tests.search.lease_network import FaultyNetwork
+from tests.search.lease_scenario import SMALL, FaultScenario, Pause
 
 SILENCE_S = 10.0
 PLAIN = replace(SMALL, hedging=False, host_silence_s=SILENCE_S)
@@ -86,12 +87,12 @@ def test_an_owner_that_stood_still_itself_does_not_take_that_for_silence() -> No
     assert owner.lapsed == [("rollout/0", 2)]
 
 
-def scenario(seed: int, limits: LeaseSettings) -> Scenario:
+def scenario(seed: int, limits: LeaseSettings) -> FaultScenario:
     """Workers that die without a word or stand still for long, on a network that loses and doubles messages."""
     rng = random.Random(seed)
     workers = rng.randint(2, 5)
     b = rng.randint(1, 3)
-    return Scenario(
+    return FaultScenario(
         replace(
             limits,
             groups_per_ledger=b,
@@ -125,7 +126,7 @@ def test_every_position_is_trained_once_when_hosts_fall_silent() -> None:
     began, seed = time.perf_counter(), 0
     while seed < SEEDS_AT_LEAST or time.perf_counter() - began < BUDGET_S:
         one = scenario(seed, PLAIN)
-        check(one, LeaseNetwork(one).run())
+        check(one, FaultyNetwork(one).run())
         seed += 1
 
 
@@ -133,4 +134,4 @@ def test_every_position_is_trained_once_when_hosts_fall_silent() -> None:
 def test_every_position_is_trained_once_when_hosts_fall_silent_for_many_seeds() -> None:
     for seed in range(1_000):
         one = scenario(seed, PLAIN)
-        check(one, LeaseNetwork(one).run())
+        check(one, FaultyNetwork(one).run())

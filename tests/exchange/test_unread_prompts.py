@@ -10,10 +10,9 @@ from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.ledger import Ledger
 from distflow.exchange.messages import Ack, Cancel, Grant, LeasePrompt, Refuse, Running
 from distflow.exchange.owner import OwnerCore
-from distflow.sim.scenario import SMALL
-from distflow.sim.workload import prompt_at
-from distflow.testing.lease_asker import Asker, finish_step, granted, kinds, leases
 from distflow.types import Version
+from tests.exchange.lease_asker import Asker, finish_step, granted, kinds, leases
+from tests.search.lease_scenario import SMALL, prompt_at
 
 TWO = replace(SMALL, ledgers=2, groups_per_ledger=2, training_steps=4)
 

@@ -17,8 +17,8 @@ from distflow.exchange.lease_client import HolderCore
 from distflow.exchange.messages import Lease
 from distflow.exchange.owner import OwnerCore
 from distflow.exchange.sample_channel import ArrivedGroup, InboundSamples, OutboundSamples
-from distflow.testing.lease_asker import Asker
 from distflow.types import SampleOutput, Span, Version
+from tests.exchange.lease_asker import Asker
 from tests.runtime.kit import HOLDER, OWNER, lease_settings, prompt_at
 
 WAIT_S = 20.0

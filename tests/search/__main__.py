@@ -21,9 +21,9 @@ from typing import get_args
 
 from distflow.cluster.processes import STOPPED
 from distflow.flow.recipe_check import plan_recipe
-from distflow.sim.event_queue import Fault
 from distflow.sim.notes import counted
 from tests.search.fault_layouts import FaultLayouts, layouts_of, shown_layouts
+from tests.search.fault_queue import Fault
 from tests.search.fault_search import CORES, SearchedCores, search_cores
 from tests.search.faults import BrokenPromise
 

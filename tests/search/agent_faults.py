@@ -12,9 +12,9 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 
-from distflow.sim.event_queue import Fault
 from tests.search import agent_mesh
 from tests.search.agent_terms import EVENTS, LAYOUTS, World
+from tests.search.fault_queue import Fault
 from tests.search.faults import BrokenPromise, broken_by
 
 MESHES = 0.1

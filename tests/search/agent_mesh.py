@@ -15,7 +15,7 @@ from distflow.cluster.host_report import HostReport
 from distflow.cluster.processes import HostEntry
 from distflow.comm.beats import STRIDE, Beat
 from distflow.comm.probes import RUMOUR_BEATS
-from distflow.sim.event_queue import EventQueue, Fault
+from tests.search.fault_queue import Fault, FaultQueue
 from tests.search.proof_audit import ProofAudit, Spoken
 
 SILENCE_S = 15.0
@@ -31,7 +31,7 @@ GONE = 4
 EVENTS = ("publish", "publish", "crash", "sleep", "wake", "restart", "join", "split", "heal", "cut")
 
 
-class Mesh(EventQueue):
+class Mesh(FaultQueue):
     """`loss`, `doubling`: shares of the messages. What is sent takes up to `late_s`."""
 
     def __init__(

@@ -15,8 +15,8 @@ from distflow.cluster.host_report import DesiredWorkers, HostReport, Saved, Succ
 from distflow.cluster.processes import HostEntry
 from distflow.cluster.term_vote import SCALED, Begin, Break, Pool, Stop, is_to_end
 from distflow.comm.beats import Beat
-from distflow.sim.event_queue import Fault
 from distflow.types import in_pool
+from tests.search.fault_queue import Fault
 
 EVENTS = ("cut", "cut", "unheard", "heal", "heal", "kill", "crash", "sleep", "scale", "scale", "wait", "wait")
 LAYOUTS = ([0], [0, 0], [0, 1], [0, 1, 2], [0, 0, 1], [0, 0, 1, 1], [0, 1, 2, 3], [0, 1, 2, 3, 4])
@@ -206,11 +206,14 @@ class World:
         agent.live = {name: term.number for name, host in self.where(term.number).items() if host == agent.mesh.host}
 
     def _publish(self, host: int, agent: SimulatedAgent) -> None:
-        saved = tuple(Saved(step, term) for step, term in sorted(agent.saved.items()) if step)
         if agent.broken is not None and agent.live:
             agent.live = {}
-        lost = tuple(name for name in sorted(set(agent.kills)) if agent.kills.count(name) > 1)
-        term = agent.pool.note(agent.broken, alive=bool(agent.live), look=lambda: (saved, lost))
+
+        def look() -> tuple[tuple[Saved, ...], tuple[str, ...]]:
+            saved = tuple(Saved(step, term) for step, term in sorted(agent.saved.items()) if step)
+            return saved, tuple(name for name in sorted(set(agent.kills)) if agent.kills.count(name) > 1)
+
+        term = agent.pool.note(agent.broken, alive=bool(agent.live), look=look)
         report = HostReport(host, agent.mesh.own.entry, term=term, wanted=self._wanted(agent))
         self._send(host, agent.mesh.publish(report))
 

@@ -20,16 +20,16 @@ from functools import partial
 import msgpack
 
 from distflow.exchange.call_messages import CallAnswer, CallMessage, from_wire, kind_of, to_wire
-from distflow.sim.event_queue import EventQueue, Fault
 from distflow.types import Version, WorkerName
 from tests.search.call_scenario import FROZEN, VERSIONED, CallRecord, CallScenario
 from tests.search.call_workers import AnsweringWorker, AskingWorker, SimulatedProcess
+from tests.search.fault_queue import Fault, FaultQueue
 
 TRAIN_S = 0.5
 """Seconds between the last answer for a training step and the next version."""
 
 
-class CallNetwork(EventQueue):
+class CallNetwork(FaultQueue):
     """One run of a scenario."""
 
     def __init__(self, scenario: CallScenario, injected: Counter[Fault] | None = None) -> None:

@@ -8,7 +8,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from distflow.sim.scenario import Crash, Leave, Pause
+from distflow.sim.scenario import Crash
+from tests.search.lease_scenario import Leave, Pause
 
 FROZEN, VERSIONED = "reference", "values"
 """The steps that are called: one of a frozen model, one of the version of the training step."""

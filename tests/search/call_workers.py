@@ -26,9 +26,10 @@ from distflow.exchange.call_messages import (
 )
 from distflow.exchange.call_server import CallKey, CallServer
 from distflow.exchange.call_targets import SERVER_BYTES, allows
-from distflow.sim.scenario import Crash, Pause
+from distflow.sim.scenario import Crash
 from distflow.types import Version
 from tests.search.call_scenario import VERSIONED
+from tests.search.lease_scenario import Pause
 
 if TYPE_CHECKING:
     # It makes both of them: at run time the import goes the other way.
@@ -263,8 +264,9 @@ class AskingWorker(SimulatedProcess):
         oldest = min((call.t for call in self._asked.values()), default=0)
         under_way = set[Key]().union(*self._has.values())
         for key, call in self._asked.items():
-            behind = self.core._targets.behind(self.network.pools[call.step], call.need, at_least=call.at_least)
-            if key in under_way or behind:
+            if key in under_way:
+                continue
+            if self.core._targets.behind(self.network.pools[call.step], call.need, at_least=call.at_least):
                 continue
             for target in self.core._targets.of(self.network.pools[call.step]):
                 works = any(call.t > oldest or other[1] == oldest for other in self._has[target.name])

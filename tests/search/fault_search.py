@@ -18,10 +18,10 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple, get_args
 
 from distflow.config.schema import Schedule
-from distflow.sim.event_queue import Fault
 from tests.search.agent_faults import judge_agents
 from tests.search.call_faults import judge_calls
 from tests.search.fault_layouts import FaultLayouts
+from tests.search.fault_queue import Fault
 from tests.search.faults import BrokenPromise, judge, scenario_of, variants
 from tests.search.weight_faults import judge_weights
 

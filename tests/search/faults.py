@@ -22,9 +22,11 @@ from itertools import islice
 from distflow.config.schema import Refresh, Schedule
 from distflow.exchange.intake_core import IntakeCall
 from distflow.exchange.lease_settings import LeaseSettings
-from distflow.sim.event_queue import Fault
-from distflow.sim.network import LeaseNetwork
-from distflow.sim.scenario import Crash, Leave, Pause, Record, Renewal, Scenario, StuckError
+from distflow.sim.event_queue import StuckError
+from distflow.sim.scenario import Crash
+from tests.search.fault_queue import Fault
+from tests.search.lease_network import FaultyNetwork
+from tests.search.lease_scenario import FaultRecord, FaultScenario, Leave, Pause, Renewal
 
 HERE = IntakeCall("old_logprobs", in_window=True, here=True)
 CALLS = ((), (IntakeCall("reference"),), (IntakeCall("values", in_window=True), IntakeCall("reference"), HERE), (HERE,))
@@ -65,9 +67,9 @@ class BrokenPromise:
     what: str
 
 
-def judge(seed: int, scenario: Scenario, injected: Counter[Fault] | None = None) -> BrokenPromise | None:
+def judge(seed: int, scenario: FaultScenario, injected: Counter[Fault] | None = None) -> BrokenPromise | None:
     """Simulate a scenario, and say what it broke; `injected`: where to count its faults."""
-    return broken_by(seed, lambda: check(scenario, LeaseNetwork(scenario, injected=injected).run()))
+    return broken_by(seed, lambda: check(scenario, FaultyNetwork(scenario, injected=injected).run()))
 
 
 def broken_by(seed: int, run: Callable[[], None]) -> BrokenPromise | None:
@@ -81,7 +83,7 @@ def broken_by(seed: int, run: Callable[[], None]) -> BrokenPromise | None:
     return None
 
 
-def scenario_of(arithmetic: Arithmetic, seed: int) -> Scenario:
+def scenario_of(arithmetic: Arithmetic, seed: int) -> FaultScenario:
     """The scenario of a seed."""
     rng = random.Random(f"{seed}/faults")
     colocated = arithmetic.colocated
@@ -91,7 +93,7 @@ def scenario_of(arithmetic: Arithmetic, seed: int) -> Scenario:
     # A colocated pool restarts as a whole: its members neither die nor leave one by one.
     many = 0 if colocated else rng.choice([0, 0, 1, 2, 6])
     renewals = () if colocated or arithmetic.staleness is None else tuple(_renewals(rng, arithmetic))
-    scenario = Scenario(
+    scenario = FaultScenario(
         settings,
         owners=owners,
         workers=workers,
@@ -134,7 +136,7 @@ def scenario_of(arithmetic: Arithmetic, seed: int) -> Scenario:
     return _with_steals(scenario, random.Random(f"{seed}/hands"))
 
 
-def _with_steals(scenario: Scenario, rng: random.Random) -> Scenario:
+def _with_steals(scenario: FaultScenario, rng: random.Random) -> FaultScenario:
     """In one of three scenarios the first replica is slow, and takes one group at a time; in half of these half of what
     is stolen cannot be read, and so comes back. In the other scenarios replicas hardly ever steal.
     """
@@ -212,7 +214,7 @@ def _first_is_slow(replica: int) -> float:
 
 
 # -- promises
-def expected_steps(scenario: Scenario) -> dict[int, set[int]]:
+def expected_steps(scenario: FaultScenario) -> dict[int, set[int]]:
     """The first b positions of each ledger that are not dropped, and the next b, and so on."""
     limits = scenario.settings
     steps: dict[int, set[int]] = {step: set() for step in range(limits.training_steps)}
@@ -223,7 +225,7 @@ def expected_steps(scenario: Scenario) -> dict[int, set[int]]:
     return steps
 
 
-def check_steps(scenario: Scenario, trained: dict[int, set[int]]) -> None:
+def check_steps(scenario: FaultScenario, trained: dict[int, set[int]]) -> None:
     """Each step trained on what it had to; without a bound it is open which step takes a group."""
     expected = expected_steps(scenario)
     if scenario.settings.max_staleness is not None:
@@ -234,7 +236,7 @@ def check_steps(scenario: Scenario, trained: dict[int, set[int]]) -> None:
     assert set().union(*trained.values()) == set().union(*expected.values()), "other positions than the first"
 
 
-def check(scenario: Scenario, record: Record) -> None:
+def check(scenario: FaultScenario, record: FaultRecord) -> None:
     """All promises, of a run that has ended. Raises AssertionError for one that is broken."""
     limits = scenario.settings
     check_steps(scenario, record.trained)
@@ -249,7 +251,7 @@ def check(scenario: Scenario, record: Record) -> None:
     assert record.largest_message <= most, f"a message of {record.largest_message} bytes, at most {most} expected"
 
 
-def _check_snapshot(limits: LeaseSettings, record: Record, trained: set[int]) -> None:
+def _check_snapshot(limits: LeaseSettings, record: FaultRecord, trained: set[int]) -> None:
     terminal = trained | record.dropped.keys()
     parts = record.snapshot["ledgers"]
     assert isinstance(parts, list), "a snapshot lists its ledgers"

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from distflow.flow.sizes import PINNED, PUBLISHED
-from distflow.sim.scenario import Crash, Pause
+from distflow.sim.scenario import Crash
 from distflow.types import Version
 from distflow.weights.manifest import Manifest
 from distflow.weights.segments.turns import Pin, SegmentTurns
@@ -17,6 +17,7 @@ from distflow.weights.swarm.chunk_plan import ChunkDealer
 from distflow.weights.swarm.delta_chain import DeltaChain
 from distflow.weights.swarm.serve_core import SendChunk, ServeCore, ServedReader
 from distflow.weights.swarm_messages import ChunkAsk, Content, SwarmPlace
+from tests.search.lease_scenario import Pause
 from tests.search.swarm_memory import MODEL, TORN, HeldSegment, SimulatedSegment, content_of, delta_between, manifest_of
 from tests.search.swarm_wire import KEEPALIVE_S, SwarmWire
 

@@ -19,11 +19,11 @@ from functools import partial
 from itertools import count
 
 from distflow.errors import ChecksumError
-from distflow.sim.event_queue import EventQueue, Fault
 from distflow.weights.manifest import Manifest
 from distflow.weights.swarm.fetch_core import STILL_S
 from distflow.weights.swarm.sockets import CONNECT_S, HANDSHAKE_S
 from distflow.weights.swarm_messages import Content, SwarmPlace
+from tests.search.fault_queue import Fault, FaultQueue
 from tests.search.swarm_hosts import PublisherHost, SwarmHost
 from tests.search.swarm_readers import ReaderHost
 from tests.search.swarm_wire import SwarmWire
@@ -35,7 +35,7 @@ PATIENT_S = 60.0
 """While the publisher can be reached, a fetch does not stand still for so long."""
 
 
-class SwarmNetwork(EventQueue):
+class SwarmNetwork(FaultQueue):
     """One run of a scenario."""
 
     def __init__(self, scenario: WeightScenario, injected: Counter[Fault] | None = None) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from distflow.flow.recipe_check import plan_recipe
-from distflow.sim.scenario import Crash, Pause
+from distflow.sim.scenario import Crash
 from tests.search import agent_faults, agent_mesh
 from tests.search.agent_faults import AgentLayout, judge_agents
 from tests.search.agent_terms import World
@@ -16,6 +16,7 @@ from tests.search.call_network import CallNetwork
 from tests.search.call_scenario import FROZEN, VERSIONED, CallScenario, Cut
 from tests.search.fault_layouts import FaultLayouts, layouts_of, shown_layouts
 from tests.search.fault_search import search_cores
+from tests.search.lease_scenario import Pause
 from tests.search.swarm_network import SwarmNetwork
 from tests.search.weight_faults import WeightLayout, judge_weights, weights_of
 from tests.search.weight_scenario import ClockJump, Damage, WeightScenario

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 import shlex
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import replace
 from io import StringIO
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import pytest
 
@@ -23,15 +23,16 @@ from distflow.exchange.rollout_core import RolloutCore, Turn
 from distflow.exchange.steal_core import StealCore
 from distflow.flow.recipe_check import plan_recipe
 from distflow.sim import worker
-from distflow.sim.event_queue import Fault
 from distflow.types import Version
 from distflow.weights.swarm.fetch_actions import Landing
+from tests.search import __main__ as command
 from tests.search import agent_mesh, fault_search
 from tests.search.__main__ import main
 from tests.search.agent_faults import AgentLayout
 from tests.search.agent_terms import World
 from tests.search.fault_layouts import FaultLayouts, layouts_of, shown_layouts
-from tests.search.fault_search import CORES, search_cores
+from tests.search.fault_queue import Fault
+from tests.search.fault_search import CORES, SearchedSeed, search_cores
 from tests.search.faults import BrokenPromise, judge, scenario_of, variants
 
 SCENARIOS = 300
@@ -199,19 +200,26 @@ def test_the_command_searches_all_cores_in_turn() -> None:
     assert all(line.endswith("; all promises were kept\n") for line in heads)
 
 
-def test_what_was_injected_is_told_for_each_kind() -> None:
+def test_what_was_injected_is_told_for_each_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = list[SearchedSeed]()
+
+    def watched(*given: Any) -> Iterator[SearchedSeed]:
+        for one in search_cores(*given):
+            seen.append(one)
+            yield one
+
+    monkeypatch.setattr(command, "search_cores", watched)
     found = searched("calls", "agents", "--count", "12").output
     _, plan = plan_recipe("quickstart", SERVED, need_files=False)
     small = shown_layouts(layouts_of(plan))
-    again = list(search_cores(layouts_of(plan), ["calls", "agents"], range(12)))
     for name in ("calls", "agents"):
-        own = sum(one.own for one in again if one.cores == name)
-        injected = sum((one.injected for one in again if one.cores == name), Counter[Fault]())
+        own = sum(one.own for one in seen if one.cores == name)
+        injected = sum((one.injected for one in seen if one.cores == name), Counter[Fault]())
         faults = ", ".join(f"{what.replace('_', ' ')} {injected[what]:,}" for what in get_args(Fault) if injected[what])
         assert f"{name}: 6 scenarios, {own} with the recipe's layout and {6 - own} with random ones; all" in found
         assert f"  injected: {faults}\n" in found
         assert f"  the recipe's layout: {small[name]}\n" in found
-    assert 0 < sum(one.own for one in again if one.cores == "calls") < 6
+    assert 0 < sum(one.own for one in seen if one.cores == "calls") < 6
     calls, agents = (re.search(rf"{name}: .*\n.*\n  injected: (.*)", found) for name in ("calls", "agents"))
     assert calls is not None
     assert agents is not None

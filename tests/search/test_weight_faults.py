@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from distflow.sim.scenario import Crash, Pause
+from distflow.sim.scenario import Crash
 from distflow.types import Version
 from distflow.weights.manifest import CHUNK_BYTES, Manifest
 from distflow.weights.swarm import fetch_core
@@ -14,6 +14,7 @@ from distflow.weights.swarm.chunk_plan import ChunkDealer
 from distflow.weights.swarm.fetch_actions import Landing
 from distflow.weights.swarm.patience import Patience
 from distflow.weights.swarm_messages import Content
+from tests.search.lease_scenario import Pause
 from tests.search.swarm_network import SwarmNetwork
 from tests.search.weight_faults import judge_weights, weights_of
 from tests.search.weight_scenario import LinkCut, WeightRecord, WeightScenario

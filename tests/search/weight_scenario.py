@@ -6,9 +6,10 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from distflow.sim.scenario import Crash, Pause
+from distflow.sim.scenario import Crash
 from distflow.types import Version
 from distflow.weights.swarm_messages import Content
+from tests.search.lease_scenario import Pause
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.messages import Ask, Grant, Lease, Outgoing, Piece, Progress, Report, Result, Running
 from distflow.exchange.owner import OwnerCore
-from distflow.sim.scenario import SMALL
-from distflow.sim.workload import prompt_at
 from distflow.types import Version
+from tests.search.lease_scenario import SMALL, prompt_at
 
 
 class Asker:
