@@ -5,6 +5,6 @@ Latency and length models are shared with the emulated engines of `distflow.test
 can be run and compared.
 
 `network.py` connects the cores of owners (`trainer.py`) and holders (`worker.py`); a `scenario.py` says what happens to
-them, a `workload.py` what they have to do. Tests audit every message and token; `predict.py` does without, and reads
-off what came of a plan; `faults.py` draws scenarios and checks what a run promises.
+them, a `workload.py` what they have to do, and `predict.py` reads off what came of a plan. The search for faults of
+`tests/search` extends the network, and audits every message and token.
 """

@@ -12,15 +12,36 @@ from distflow.exchange.owner_links import Home
 from distflow.exchange.rollout_core import FinishedGroup, RolloutCore, Turn
 from distflow.sim.account import WorkerTime
 from distflow.sim.fluid_engine import FluidEngine, FluidSample
-from distflow.sim.no_weights import NoWeights, manifest_of
 from distflow.sim.scenario import Crash, Record, Scenario
 from distflow.sim.workload import Workload
 from distflow.types import Version
 from distflow.weights.in_place import InPlace
+from distflow.weights.manifest import Manifest
 from distflow.weights.receiver import WeightInbox
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+class NoWeights:
+    """Empty weights that stay readable, even after the term in which they were published."""
+
+    def fetch(self, manifest: Manifest) -> Sequence[tuple[str, Tensor]]:
+        """No tensors."""
+        return ()
+
+    def intact(self, manifest: Manifest) -> bool:
+        """Always: nothing overwrites them."""
+        return True
+
+    def doubt(self, manifest: Manifest) -> None:
+        """Nothing to do: nothing was found out about them."""
+
+    def begin_term(self, term: int) -> None:
+        """Nothing to do: they stay readable."""
+
+    def close(self) -> None:
+        """Nothing to release."""
 
 
 class EndedGroup(NamedTuple):
@@ -332,3 +353,8 @@ class SimulatedWorker:
         self.network.record.produced += self.engine.produced
         self.time.close(self.network.now, self.engine)
         self.engine.produced = 0
+
+
+def manifest_of(version: Version) -> Manifest:
+    """What is announced of a version."""
+    return Manifest("policy", version, "", 0, (), ())

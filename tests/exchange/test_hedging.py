@@ -17,7 +17,7 @@ from distflow.exchange.owner import OwnerCore
 from distflow.sim.scenario import Crash
 from tests.exchange.test_lease_properties import doom, long_tail
 from tests.search import lease_network
-from tests.search.faults import check
+from tests.search.lease_faults import check
 from tests.search.lease_network import FaultyNetwork
 from tests.search.lease_scenario import SMALL, FaultScenario, Pause
 

@@ -25,7 +25,7 @@ from distflow.sim.event_queue import StuckError
 from distflow.sim.scenario import Crash
 from distflow.types import Version
 from tests.budget import within
-from tests.search.faults import check, check_steps
+from tests.search.lease_faults import check, check_steps
 from tests.search.lease_network import FaultyNetwork
 from tests.search.lease_scenario import SMALL, FaultScenario, Leave, Pause
 

@@ -17,7 +17,7 @@ from distflow.types import Uid
 from tests.budget import within
 from tests.exchange.lease_asker import Asker, granted, leases
 from tests.exchange.test_lease_properties import scenarios
-from tests.search.faults import check
+from tests.search.lease_faults import check
 from tests.search.lease_network import FaultyNetwork
 from tests.search.lease_scenario import SMALL, FaultScenario
 

@@ -16,7 +16,7 @@ from distflow.sim.scenario import Crash
 from distflow.types import Version
 from tests.exchange.lease_asker import Asker, granted, leases, new_owner
 from tests.exchange.test_lease_properties import doom, long_tail
-from tests.search.faults import check
+from tests.search.lease_faults import check
 from tests.search.lease_network import FaultyNetwork
 from tests.search.lease_scenario import SMALL, FaultScenario, Pause
 

@@ -25,7 +25,7 @@ from distflow.sim.notes import counted
 from tests.search.fault_layouts import FaultLayouts, layouts_of, shown_layouts
 from tests.search.fault_queue import Fault
 from tests.search.fault_search import CORES, SearchedCores, search_cores
-from tests.search.faults import BrokenPromise
+from tests.search.lease_faults import BrokenPromise
 
 TELL_EVERY, COLLECT_EVERY = 500, 100
 """Scenarios."""

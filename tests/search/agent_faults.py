@@ -15,7 +15,7 @@ from functools import partial
 from tests.search import agent_mesh
 from tests.search.agent_terms import EVENTS, LAYOUTS, World
 from tests.search.fault_queue import Fault
-from tests.search.faults import BrokenPromise, broken_by
+from tests.search.lease_faults import BrokenPromise, broken_by
 
 MESHES = 0.1
 """Share of the scenarios that are about what agents know."""

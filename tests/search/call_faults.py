@@ -14,7 +14,7 @@ from distflow.sim.scenario import Crash
 from tests.search.call_network import CallNetwork
 from tests.search.call_scenario import MIB, CallRecord, CallScenario, Cut, Withdrawal
 from tests.search.fault_queue import Fault
-from tests.search.faults import BrokenPromise, broken_by
+from tests.search.lease_faults import BrokenPromise, broken_by
 from tests.search.lease_scenario import Leave, Pause
 
 MOST_CALLERS, MOST_SERVERS, MOST_AHEAD = 3, 5, 2

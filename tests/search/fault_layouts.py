@@ -18,7 +18,7 @@ from distflow.sim.predict import load_of
 from tests.search.agent_faults import MOST_TERM_HOSTS, MOST_TRAINERS, AgentLayout
 from tests.search.agent_mesh import HOSTS
 from tests.search.call_faults import MOST_AHEAD, MOST_CALLERS, MOST_SERVERS, CallLayout
-from tests.search.faults import Arithmetic
+from tests.search.lease_faults import Arithmetic
 from tests.search.weight_faults import MOST_READERS, WeightLayout
 
 

@@ -22,7 +22,7 @@ from tests.search.agent_faults import judge_agents
 from tests.search.call_faults import judge_calls
 from tests.search.fault_layouts import FaultLayouts
 from tests.search.fault_queue import Fault
-from tests.search.faults import BrokenPromise, judge, scenario_of, variants
+from tests.search.lease_faults import BrokenPromise, judge, scenario_of, variants
 from tests.search.weight_faults import judge_weights
 
 Judge = Callable[[int, FaultLayouts | None, Counter[Fault]], BrokenPromise | None]

@@ -33,7 +33,7 @@ from tests.search.agent_terms import World
 from tests.search.fault_layouts import FaultLayouts, layouts_of, shown_layouts
 from tests.search.fault_queue import Fault
 from tests.search.fault_search import CORES, SearchedSeed, search_cores
-from tests.search.faults import BrokenPromise, judge, scenario_of, variants
+from tests.search.lease_faults import BrokenPromise, judge, scenario_of, variants
 
 SCENARIOS = 300
 FOUND = (16, 20, 76)

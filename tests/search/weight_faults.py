@@ -17,7 +17,7 @@ from distflow.flow.sizes import CHAINED
 from distflow.sim.scenario import Crash
 from distflow.weights.manifest import CHUNK_BYTES
 from tests.search.fault_queue import Fault
-from tests.search.faults import BrokenPromise, broken_by
+from tests.search.lease_faults import BrokenPromise, broken_by
 from tests.search.lease_scenario import Pause
 from tests.search.swarm_network import SwarmNetwork
 from tests.search.weight_scenario import ClockJump, Damage, LinkCut, WeightRecord, WeightScenario
