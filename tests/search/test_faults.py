@@ -256,8 +256,8 @@ def test_without_a_recipe_all_kinds_of_layouts_are_searched(capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("cores", "scenarios", "where", "what", "instead"),
     [
-        ("leases", 8, worker, "RolloutCore", Forgetful),
-        ("calls", 8, CallClient, "tick", lambda client, now: []),
+        ("leases", 2, worker, "RolloutCore", Forgetful),
+        ("calls", 2, CallClient, "tick", lambda client, now: []),
         ("weights", 40, Landing, "right", property(lambda landing: True)),
         ("agents", 40, term_vote, "elected", lambda view, rules: None),
     ],
