@@ -39,7 +39,8 @@ KINDS = [
 
 
 def _leases(seed: int, layouts: FaultLayouts | None, injected: Counter[Fault]) -> BrokenPromise | None:
-    arithmetic = KINDS[seed % len(KINDS)] if layouts is None else layouts.leases
+    # Not by the seed modulo their number: of cores in turn each has seeds of one remainder alone.
+    arithmetic = random.Random(f"{seed}/kind").choice(KINDS) if layouts is None else layouts.leases
     assert arithmetic is not None, "this recipe has no leases"
     return judge(seed, scenario_of(arithmetic, seed), injected)
 
