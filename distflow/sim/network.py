@@ -243,7 +243,7 @@ class LeaseNetwork(EventQueue):
         self.train_when_ready()
 
     def step_ended(self) -> None:
-        """A training step has ended: there is nothing to do besides."""
+        """Do what follows a training step: nothing here."""
 
     # -- the end
     def _finished_for_owners(self) -> bool:

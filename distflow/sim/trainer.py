@@ -47,11 +47,11 @@ class ReplicaNetwork(Protocol):
 
     @property
     def scenario(self) -> Scenario:
-        """What is simulated."""
+        """The scenario."""
 
     @property
     def record(self) -> Record:
-        """What happened."""
+        """The record of the run."""
 
     workload: Workload
     now: float
@@ -159,7 +159,7 @@ class SimulatedReplica:
 
     @property
     def phase_s(self) -> float:
-        """When it looks first at what is due: not all at once."""
+        """Seconds until it first looks at what is due: not all replicas at once."""
         return self.network.scenario.tick_s * (self.number * 0.618 % 1.0)
 
     def begin_ticks(self) -> None:
@@ -240,7 +240,7 @@ class SimulatedReplica:
 
     # -- details
     def owns(self, position: int) -> bool:
-        """Whether it owns the ledger of a position."""
+        """Say whether it owns the ledger of a position."""
         number = self.network.scenario.settings.owner_of(position, len(self.network.owner_names))
         return self.network.owner_names[number] == self.name
 

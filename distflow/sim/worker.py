@@ -56,11 +56,11 @@ class WorkerNetwork(Protocol):
 
     @property
     def scenario(self) -> Scenario:
-        """What is simulated."""
+        """The scenario."""
 
     @property
     def record(self) -> Record:
-        """What happened."""
+        """The record of the run."""
 
     workload: Workload
     now: float
@@ -136,7 +136,7 @@ class SimulatedWorker:
 
     @property
     def phase_s(self) -> float:
-        """When it looks first at what is due: not all at once."""
+        """Seconds until it first looks at what is due: not all workers at once."""
         return self.network.scenario.tick_s * (self.number * 0.618 % 1.0)
 
     @property
@@ -170,7 +170,7 @@ class SimulatedWorker:
 
     @property
     def halted(self) -> bool:
-        """Whether anything keeps its engine from running."""
+        """True while something keeps its engine from running."""
         return self.frozen
 
     def hear(self, message: Message) -> None:
@@ -272,7 +272,7 @@ class SimulatedWorker:
         self.core.report({position: 1}, None, self.inbox.loaded)
 
     def samples_of(self, lease: Lease) -> list[FluidSample]:
-        """The samples of a group, for the engine."""
+        """Make the samples of a group, for the engine."""
         position, prompt = lease.position, len(lease.prompt_ids)
         begun = {sample.sample: sample for sample in lease.begun}
         rate = self.network.workload.rate(position, self.number)
@@ -283,7 +283,7 @@ class SimulatedWorker:
 
     # -- the engine
     def let_run(self) -> None:
-        """The engine runs unless something keeps it from it; there is an event when its next sample ends."""
+        """Let the engine run unless something keeps it from it, up to the event in which its next sample ends."""
         engine, halted = self.engine, self.halted
         if halted != engine.paused:
             engine.pause(self.network.now, paused=halted)

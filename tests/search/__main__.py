@@ -86,14 +86,14 @@ def _search(
 
 
 def found_line(cores: str, broken: BrokenPromise, recipe: Sequence[str]) -> str:
-    """A promise that was broken, and the command that repeats the scenario alone."""
+    """Say which promise was broken, and by which command the scenario is repeated alone."""
     words = ["python", "-m", "tests.search", cores, "--seed", str(broken.seed), "--count", "1"]
     again = shlex.join([*words, *(["--recipe", *recipe] if recipe else [])])
     return f"{cores}, seed {broken.seed}: {broken.what}\n  repeat it with: {again}"
 
 
 def page(searched: Mapping[str, SearchedCores], layouts: FaultLayouts | None) -> list[str]:
-    """What came of each kind of cores."""
+    """Say what came of each kind of cores."""
     lines, small = [], {} if layouts is None else shown_layouts(layouts)
     for name, one in searched.items():
         own = _own(name, one) if name in small else ""
@@ -106,12 +106,12 @@ def page(searched: Mapping[str, SearchedCores], layouts: FaultLayouts | None) ->
 
 
 def shown_faults(injected: Counter[Fault]) -> str:
-    """`crashes 3, cuts 1`, always in the same order."""
+    """List them as in `crashes 3, cuts 1`, always in the same order."""
     return ", ".join(f"{what.replace('_', ' ')} {injected[what]:,}" for what in get_args(Fault) if injected[what])
 
 
 def last_line(searched: Mapping[str, SearchedCores], first: int) -> str:
-    """What came of all; `first`: the first seed."""
+    """Say what came of all; `first`: the first seed."""
     scenarios = sum(one.scenarios for one in searched.values())
     if not scenarios:
         return "interrupted before the first scenario was over"

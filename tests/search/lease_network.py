@@ -167,7 +167,7 @@ class FaultyNetwork(LeaseNetwork, FaultQueue):
 
     # -- the end
     def over(self) -> bool:
-        """Whether the run has ended, and all workers know that."""
+        """Say whether the run has ended, and all workers know that."""
         if not self.owners_finished:
             return False
         left = self.unfinished
@@ -243,7 +243,7 @@ class FaultyReplica(SimulatedReplica):
 
     @property
     def phase_s(self) -> float:
-        """When it looks first at what is due: all at once."""
+        """Seconds until it first looks at what is due: all at once."""
         return 0.0
 
     def tick(self) -> None:
@@ -335,7 +335,7 @@ class FaultyWorker(SimulatedWorker):
 
     @property
     def phase_s(self) -> float:
-        """When it looks first at what is due: all at once."""
+        """Seconds until it first looks at what is due: all at once."""
         return 0.0
 
     @property
@@ -345,12 +345,12 @@ class FaultyWorker(SimulatedWorker):
 
     @property
     def paused(self) -> bool:
-        """Whether it is suspended now."""
+        """True while it is suspended."""
         return self.network.now < self.paused_until
 
     @property
     def halted(self) -> bool:
-        """Whether anything keeps its engine from running."""
+        """True while something keeps its engine from running."""
         return self.paused or bool(self.judging) or self.leaving or self.frozen
 
     # -- faults
@@ -454,7 +454,7 @@ class FaultyWorker(SimulatedWorker):
             self.deliver(found)
 
     def samples_of(self, lease: Lease) -> list[FluidSample]:
-        """The samples of a group, for the engine."""
+        """Make the samples of a group, for the engine."""
         self._check_begun(lease.position, lease.begun)
         samples = super().samples_of(lease)
         for number, sample in enumerate(samples):
