@@ -16,6 +16,7 @@ from distflow.algorithms import TokenTerms, corrections
 from distflow.algorithms.aggregation import Aggregation, weighted_sum
 from distflow.algorithms.corrections import behaviour_ratio
 from distflow.algorithms.losses import LOG_RATIO_LIMIT, TokenLoss
+from distflow.comm.users_code import UsersCode
 from distflow.errors import UserError, did_you_mean
 from distflow.metrics.learning_signal import KEPT
 from distflow.runtime.metrics import MetricStore
@@ -105,7 +106,8 @@ class Objective:
         sums = [weighted_sum(loss_BT, factors_BT)]
         total = sums[0] if loss.added_BT is None else sums[0] + weighted_sum(loss.added_BT, factors_BT)
         if self.kl_coef:
-            kl_BT = self.divergence(terms.logprobs, terms.ref_logprobs)
+            with UsersCode():
+                kl_BT = self.divergence(terms.logprobs, terms.ref_logprobs)
             if not _is_per_token(kl_BT, terms):
                 raise UserError(
                     f"kl function {self.divergence_name!r} returned {_shown(kl_BT)}; expected one value per token, "
@@ -117,7 +119,8 @@ class Objective:
 
     def _token_loss(self, terms: TokenTerms) -> TokenLoss:
         """The loss function's result; raises UserError unless it is a `TokenLoss` of the right shapes."""
-        given: object = self.loss(terms, **self.loss_settings)
+        with UsersCode():
+            given: object = self.loss(terms, **self.loss_settings)
         if isinstance(given, tuple) and 2 <= len(given) <= 4:
             result = TokenLoss(*given)
             metrics = result.metrics.values() if isinstance(result.metrics, Mapping) else (result.metrics,)

@@ -9,7 +9,6 @@ import asyncio
 import functools
 import inspect
 import json
-import os
 import signal
 import threading
 import traceback
@@ -19,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import Any, Literal, Self, SupportsFloat
 
+from distflow.comm.users_code import UsersCode, UsersLoop
 from distflow.errors import PluginError, UserError, loop_cure
 from distflow.flow.resolve import named_function
 from distflow.flow.reward_form import Signature, check_reward, find_signature
@@ -298,30 +298,20 @@ class _CtrlC:
 
 
 def _judge(job: _Job, ctrl_c: _CtrlC) -> list[Verdict]:
-    process = os.getpid()
     try:
-        return job.read(job.call())
+        with UsersCode():
+            return job.read(job.call())
     except BaseException as error:
         return [ctrl_c.verdict(error)] * len(job.rows)
-    finally:
-        _end_copy(process)
-
-
-def _end_copy(process: int) -> None:
-    """End this process if it is a copy that the function has forked: it would go on as a second worker."""
-    if os.getpid() != process:
-        os._exit(0)
 
 
 def _judge_side_by_side(jobs: Sequence[_Job], ctrl_c: _CtrlC) -> list[list[Verdict]]:
     async def one(job: _Job) -> list[Verdict]:
-        process = os.getpid()
         try:
-            return job.read(await _awaited(job.call()))
+            with UsersCode():
+                return job.read(await _awaited(job.call()))
         except BaseException as error:
             return [ctrl_c.verdict(error)] * len(job.rows)
-        finally:
-            _end_copy(process)
 
     tasks: list[asyncio.Task[list[Verdict]]] = []
 
@@ -340,7 +330,7 @@ def _judge_side_by_side(jobs: Sequence[_Job], ctrl_c: _CtrlC) -> list[list[Verdi
         # The function has cancelled all tasks, or stopped the loop: what is done counts.
         missing = ctrl_c.verdict(error)
         _loops.runner.get_loop().close()
-        _loops.runner = asyncio.Runner()
+        _loops.runner = asyncio.Runner(loop_factory=UsersLoop)
     done = {task for task in tasks if task.done() and not task.cancelled()}
     for task in done:
         if (refusal := task.exception()) is not None:
@@ -352,7 +342,7 @@ class _Loops(threading.local):
     """An event loop for each thread, kept from call to call: what a function holds, such as connections, needs it."""
 
     def __init__(self) -> None:
-        self.runner = asyncio.Runner()
+        self.runner = asyncio.Runner(loop_factory=UsersLoop)
 
 
 _loops = _Loops()

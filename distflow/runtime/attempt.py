@@ -11,6 +11,7 @@ any more, or is begun anew. Whatever a closed attempt still does is no part of a
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from array import array
@@ -30,6 +31,7 @@ from weakref import WeakSet
 import msgspec
 from xxhash import xxh3_64_intdigest
 
+from distflow.comm.users_code import end_copy
 from distflow.exchange.partials import ANSWER_BYTES
 from distflow.types import CallNumber, Completion, Episode, SampleKey, SamplingParams, is_flag
 
@@ -164,6 +166,12 @@ class AttemptLoop(Protocol):
     def keep(self, task: asyncio.Task[Any]) -> None:
         """Keep a task until it has ended."""
 
+    def leave(self, task: asyncio.Task[Any]) -> None:
+        """An episode has come to its end before this task of its own, which is cancelled."""
+
+    def place(self, thread: int) -> str:
+        """Where a thread is in users' code, as `file:line`; "" if it is not there."""
+
     def arrived(self, episode: object) -> None:
         """An episode in a thread of its own has come to its next request, or to its end."""
 
@@ -183,7 +191,7 @@ class Attempt(Protocol):
 
     @property
     def place(self) -> str:
-        """The line at which a task waits, in the innermost coroutine of the step's file; "" for what is in a thread."""
+        """The line at which it is, in the innermost function of the step's file; "" where it is not there."""
 
     def begin(self) -> None:
         """Begin the step."""
@@ -220,7 +228,8 @@ class LocalAttempt:
         self.number = number
         self._function = function
         self._loop = loop
-        self._hear = hear
+        self._listener = hear
+        self._process = os.getpid()
         self._numbers = Numbers(next=first)
         self._open: dict[CallNumber, Future] = {}
         self._answer_bytes = 0
@@ -242,6 +251,8 @@ class LocalAttempt:
     @property
     def place(self) -> str:
         """As of any attempt."""
+        if self.blocking:
+            return self._loop.place(self._thread) if self._thread and not self._over else ""
         places = list[tuple[str, int]]()
         waiting: object = None if self._task is None else self._task.get_coro()
         # Its frame is asked for once: another thread asks here, and the coroutine may come to its end meanwhile.
@@ -360,10 +371,10 @@ class LocalAttempt:
         self._open[asked.call] = future
         if self._over:
             raise asyncio.CancelledError("the sample is not wanted any more")
-        self._hear(self, asked)
+        self._hear(asked)
 
     def _note(self, asked: AskedTool, answer: bytes) -> bytes:
-        self._hear(self, ToolAnswered(asked.call, asked.digest, answer))
+        self._hear(ToolAnswered(asked.call, asked.digest, answer))
         return answer
 
     async def _on_loop(self) -> None:
@@ -374,6 +385,11 @@ class LocalAttempt:
         else:
             self._end(Returned(value))
         self._drop()
+
+    def _hear(self, event: Event) -> None:
+        """Tell what the step does, unless it is a copy of this process that does it."""
+        end_copy(self._process, event.error if isinstance(event, Raised) else None)
+        self._listener(self, event)
 
     def _in_thread(self) -> None:
         self._thread = threading.get_ident()
@@ -392,9 +408,12 @@ class LocalAttempt:
 
     def _end(self, event: Event) -> None:
         self._is_over()
-        self._hear(self, event)
+        self._hear(event)
         if self.blocking:
             self._loop.arrived(self)
+        elif not (isinstance(event, Raised) and is_full(event.error)):
+            for task in list(self._numbers.episode.tasks):
+                self._loop.leave(task)
 
     def _drop(self) -> None:
         """End the tasks that are left, and what waits for tokens."""
@@ -422,7 +441,7 @@ class LocalAttempt:
 
     def _given_up(self, call: CallNumber, future: asyncio.Future[Completion]) -> None:
         if future.cancelled() and self._open.pop(call, None) is not None:
-            self._hear(self, Withdrawn(call))
+            self._hear(Withdrawn(call))
 
     def _ask_in_thread(
         self, prompt_ids: Sequence[int], params: SamplingParams, *, train: bool = True, aside: bool = False

@@ -16,33 +16,34 @@ from __future__ import annotations
 
 import asyncio
 import queue
-import selectors
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Collection, Generator
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, suppress
-from contextvars import Context, copy_context
+from contextvars import Context, ContextVar, copy_context
 from functools import partial
 from itertools import pairwise
 from math import inf
 from pathlib import Path
+from types import CoroutineType
 from typing import Any, ParamSpec, Protocol, TypeVar
 
+from distflow.comm import users_code
+from distflow.comm.users_code import SharedLoop, UsersCode
 from distflow.errors import StepError
 from distflow.flow.plan import StepPlan
+from distflow.flow.user_frames import frames_of, log_whole
 from distflow.log import logger
 from distflow.runtime.attempt import NUMBERS, Attempt, Belongings, Hear, LocalAttempt, Numbers, innermost
+from distflow.runtime.process_record import current_frames
+from distflow.runtime.waits import SettlePatience
 from distflow.types import Episode
 
 SETTLE_S = 0.005
-"""So long the thread of an engine waits for episodes: a decode step of a small model takes as long."""
-PATIENCE_S, REGAINED = 0.5, 0.02
-"""So much longer it waits in all, and this share of the time that passes: where a machine has too much to do, steps
-that compute nothing take longer, too, and their requests must enter the engine together all the same."""
+"""So long the thread of an engine waits for episodes, but for some patience: a decode step of a small model takes as
+long."""
 ALONE_S = 10.0
 """So long it waits where no engine has anything better to do."""
 THREADS = 32
@@ -58,8 +59,6 @@ SETUP_S = 120.0
 CROWDED = 0.25
 """Of the threads that there may be, so many may be busy for episodes that are over."""
 CLOSE_S = 2.0
-LONGEST_S = 1.0
-"""What lies between two looks is something else if it takes longer."""
 BACK_OFF_S = (0.5, 2.0, 8.0)
 """So long it is waited for before it is tried again: what it connects to may be starting, too."""
 IDLE_S = 10.0
@@ -72,7 +71,7 @@ T = TypeVar("T")
 log = logger(__name__)
 
 
-_OURS = (str(Path(__file__).parent), str(Path(asyncio.__file__).parent), str(Path(threading.__file__).parent))
+_OURS = tuple(str(Path(file).parent) for file in (__file__, users_code.__file__, asyncio.__file__, threading.__file__))
 """Folders of code that is no user's."""
 
 
@@ -105,7 +104,8 @@ class DaemonThreads(ThreadPoolExecutor):
             if numbers is not None:
                 self._busy[me] = numbers.episode
             try:
-                result = fn(*args, **kwargs)
+                with UsersCode():
+                    result = fn(*args, **kwargs)
             except BaseException as error:
                 future.set_exception(error)
             else:
@@ -160,55 +160,6 @@ class DaemonThreads(ThreadPoolExecutor):
                     return None
 
 
-class _WatchedSelector(selectors.DefaultSelector):
-    """Tells when the loop has nothing left to run: then it waits, for a socket, for a time, or for the other thread."""
-
-    def __init__(self, idle: Callable[[], None]) -> None:
-        super().__init__()
-        self._is_idle = idle
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """As any selector's."""
-        if timeout is None or timeout > 0:
-            self._is_idle()
-        return super().select(timeout)
-
-
-class ServingClock:
-    """A clock that runs while it is looked at: not while a worker trains, loads weights or offloads its engine."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self._last = time.monotonic()
-
-    def tick(self, every_s: float, *, stands: bool) -> bool:
-        """Let it go on, unless it `stands` now; returns whether that was not done for so long."""
-        now = time.monotonic()
-        if now < self._last + every_s:
-            return False
-        self.now += 0.0 if stands else min(now - self._last, LONGEST_S)
-        self._last = now
-        return True
-
-
-class SettlePatience:
-    """How long the thread of an engine waits for episodes: `settle_s` each time, and some more in all."""
-
-    def __init__(self, settle_s: float) -> None:
-        self._settle_s = settle_s
-        self._left_s = PATIENCE_S
-        self._waited_at = time.monotonic()
-
-    def wait(self, changed: threading.Condition, settled: Callable[[], bool]) -> bool:
-        """Wait until they have settled, with the condition held; returns whether they have."""
-        began = time.monotonic()
-        self._left_s = min(PATIENCE_S, self._left_s + (began - self._waited_at) * REGAINED)
-        found = changed.wait_for(settled, self._settle_s + self._left_s)
-        self._waited_at = time.monotonic()
-        self._left_s -= max(0.0, self._waited_at - began - self._settle_s)
-        return found
-
-
 class EpisodeLoop:
     """The loop of one worker. Its thread starts with the first post. `settle_s`: how long `settle` waits, but for some
     patience; `crowded` is called once, with how it is, if too many threads are busy with what nobody waits for."""
@@ -229,7 +180,8 @@ class EpisodeLoop:
         self._moving: set[object] = set()
         """Episodes in threads of their own that have been posted to, and have not come to their next request."""
         self._episodes = 0
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._left_tasks: list[str] = []
+        self._loop: SharedLoop | None = None
         self._thread: threading.Thread | None = None
         self._ident = 0
         self.threads = DaemonThreads(lambda: max(THREADS, self._episodes))
@@ -284,6 +236,10 @@ class EpisodeLoop:
                 f"{len(threads)} of {most} threads of episodes are still busy at {where}, and nobody waits for them"
             )
         return places
+
+    def left_tasks(self) -> list[str]:
+        """As of any episodes."""
+        return self._left_tasks.copy()
 
     @property
     def preparing(self) -> bool:
@@ -344,6 +300,19 @@ class EpisodeLoop:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
+    def leave(self, task: asyncio.Task[Any]) -> None:
+        """Note a task that its episode has left, unless it is at its end already, or is a request."""
+        coro: object = task.get_coro()
+        if task.done() or task.cancelling() or not isinstance(coro, CoroutineType) or coro.cr_code is _result.__code__:
+            return
+        what = f"{coro.__qualname__} ({coro.cr_code.co_filename}:{coro.cr_code.co_firstlineno})"
+        if what not in self._left_tasks:
+            self._left_tasks.append(what)
+
+    def place(self, thread: int) -> str:
+        """As of any loop of attempts."""
+        return _place(thread)
+
     def arrived(self, episode: object) -> None:
         """An episode in a thread of its own has come to its next request, or to its end."""
         with self._quiet:
@@ -352,26 +321,25 @@ class EpisodeLoop:
 
     # -- details
 
-    def _started(self) -> asyncio.AbstractEventLoop:
+    def _started(self) -> SharedLoop:
         if self._loop is None:
-            self._loop = asyncio.SelectorEventLoop(_WatchedSelector(self._is_idle))
+            self._loop = SharedLoop(self._is_idle)
             self._loop.set_task_factory(self._make_task)
             self._loop.set_default_executor(self.threads)
             self._thread = threading.Thread(target=self._serve, args=[self._loop], name="episodes", daemon=True)
             self._thread.start()
         return self._loop
 
-    def _serve(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _serve(self, loop: SharedLoop) -> None:
         self._ident = threading.get_ident()
         asyncio.set_event_loop(loop)
-        running = True
-        while running:
+        while not loop.over:
             try:
                 loop.run_forever()
-                running = False
             except (SystemExit, KeyboardInterrupt) as error:
                 # Of a task of a user's: it has ended by it, and whoever awaits it gets it.
-                log.warning("a task of an episode raised %s", type(error).__name__)
+                at = "".join(f" at {frame.filename}:{frame.lineno}" for frame in frames_of(error)[-1:])
+                log.warning("a task of an episode raised %s%s", type(error).__name__, at)
         loop.close()
 
     def _is_idle(self) -> None:
@@ -389,7 +357,10 @@ class EpisodeLoop:
             coro = _result(coro)
         numbers = NUMBERS.get(None)
         if numbers is None:
-            return asyncio.Task(coro, loop=loop, context=context)
+            shared: asyncio.Task[Any] = asyncio.Task(coro, loop=loop, context=context)
+            if (setup := SETUP.get(None)) is not None:
+                shared.add_done_callback(setup.look)
+            return shared
         own = copy_context() if context is None else context.copy()
         own.run(NUMBERS.set, Numbers(numbers.take(), episode=numbers.episode, tool=numbers.tool))
         task: asyncio.Task[Any] = asyncio.Task(coro, loop=loop, context=own)
@@ -405,7 +376,8 @@ class EpisodeLoop:
         await _end_tasks(self._tasks.copy())
         await asyncio.gather(*(setup.leave() for setup in self._setups))
         await _end_tasks({task for task in asyncio.all_tasks() if task is not self._ending})
-        self.asyncio_loop.stop()
+        if self._loop is not None:
+            self._loop.end()
 
 
 ALONE = EpisodeLoop()
@@ -414,9 +386,11 @@ ALONE = EpisodeLoop()
 
 def _place(thread: int) -> str:
     """Say where a thread is, as `file:line` of the innermost call in a user's file; "" if it is nowhere there."""
-    frame = sys._current_frames().get(thread)
-    calls = [] if frame is None else [(one.filename, one.lineno) for one in traceback.extract_stack(frame)]
-    return innermost([(file, line) for file, line in calls if not file.startswith(_OURS)])
+    frame, calls = current_frames().get(thread), list[tuple[str, int]]()
+    while frame is not None:
+        calls.append((frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back
+    return innermost([(file, line) for file, line in reversed(calls) if not file.startswith(_OURS)])
 
 
 async def _end_tasks(tasks: Collection[asyncio.Task[Any]]) -> None:
@@ -465,6 +439,8 @@ class StepSetup:
         self._entering: asyncio.Task[None] | None = None
         self._life: asyncio.Task[None] | None = None
         self._over = asyncio.Event()
+        self._entered = self._told = False
+        """It has given what episodes share; what has gone wrong with that since was told."""
         self._until = 0.0
         """When it is entered, or has failed, unless it holds up the loop."""
 
@@ -503,14 +479,28 @@ class StepSetup:
         await asyncio.wait([self._life], timeout=CLEANUP_S)
         if not self._life.done():
             log.warning("%s", self._failed(TimeoutError(), f"was not left within {CLEANUP_S:g} s"))
-        elif not self._life.cancelled() and (error := self._life.exception()) is not None:
+        elif not self._told and not self._life.cancelled() and (error := self._life.exception()) is not None:
             log.warning("%s", self._failed(error, f"raised {type(error).__name__} when it was left"))
+
+    def look(self, task: asyncio.Task[Any]) -> None:
+        """Tell of a task of its own that has failed."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._tell(error, f"has lost its task {task.get_coro().__qualname__}, which raised {type(error).__name__}")
+
+    def _tell(self, error: BaseException, did: str) -> None:
+        """Tell at once, and once, what has gone wrong while episodes share what it gives."""
+        if self._entered and not self._told and not self._over.is_set():
+            self._told = True
+            log_whole(error)
+            log.warning("%s", self._failed(error, f"{did} while episodes go on with what it has given (ctx.shared)"))
 
     async def _enter(self) -> None:
         """Have a task enter it in time."""
         loop = asyncio.get_running_loop()
         entered: asyncio.Future[None] = loop.create_future()
-        self._life = asyncio.Task(self._live(entered), loop=loop, context=Context())
+        context = Context()
+        context.run(SETUP.set, self)
+        self._life = asyncio.Task(self._live(entered), loop=loop, context=context)
         for limit_s in (SETUP_S, CLEANUP_S):
             await asyncio.wait([entered], timeout=limit_s)
             if entered.done():
@@ -523,13 +513,16 @@ class StepSetup:
         for wait_s, next_s in pairwise((0.0, *BACK_OFF_S, inf)):
             try:
                 await asyncio.sleep(wait_s)
-                async with self._make(self._context) as shared:
-                    self._give(shared)
-                    entered.set_result(None)
-                    await self._over.wait()
+                with UsersCode():
+                    async with self._make(self._context) as shared:
+                        self._give(shared)
+                        self._entered = True
+                        entered.set_result(None)
+                        await self._over.wait()
                 return
             except BaseException as error:
                 if entered.done() or isinstance(error, GeneratorExit):
+                    self._tell(error, f"raised {type(error).__name__}")
                     raise
                 me = asyncio.current_task()
                 late = me is not None and me.cancelling() > 0
@@ -541,6 +534,10 @@ class StepSetup:
                     entered.exception()  # Nobody may be left whom it concerns.
                     return
                 log.warning("%s; it is tried again in %g s", what, next_s)
+
+
+SETUP: ContextVar[StepSetup] = ContextVar("setup")
+"""Whose code runs, where it is no episode's."""
 
 
 class AttemptedStep(Protocol):
@@ -579,6 +576,9 @@ class Episodes(Protocol):
 
     def left_behind(self) -> list[str]:
         """Say where threads are busy whose episodes are over, each as `file:line`."""
+
+    def left_tasks(self) -> list[str]:
+        """Name the tasks that went on when their episodes ended, and were cancelled, each once."""
 
     def count(self, more: int) -> None:
         """Count so many more episodes as open."""

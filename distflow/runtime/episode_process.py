@@ -43,9 +43,10 @@ from distflow.runtime.attempt import (
     ToolAnswered,
     Withdrawn,
 )
-from distflow.runtime.episode_loop import CLOSE_S, LEAVE_S, AttemptedStep, Begin, SettlePatience, SetupFailed, StepSetup
+from distflow.runtime.episode_loop import CLOSE_S, LEAVE_S, AttemptedStep, Begin, SetupFailed, StepSetup
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.sample_errors import EpisodeFailed
+from distflow.runtime.waits import SettlePatience
 from distflow.types import CallNumber, Completion, Episode, FinishReason, SampleKey, Uid
 
 ROUND_TRIP_S = 0.05
@@ -54,6 +55,8 @@ on a busy machine the way there and back takes as long. One that has not answere
 does: something in it lets no other thread run."""
 BOOT_S = 120.0
 """So long it may take to import the steps, on a busy machine."""
+UNBORN = 2
+"""If so many in a row end before they have imported the steps, no other is started."""
 STUCK_S = 60.0
 """A process that takes in nothing for so long is ended."""
 LOOK_EVERY_S = 0.25
@@ -180,11 +183,12 @@ class PostSettled(msgspec.Struct, tag=True):
 
 
 class LoopSeen(msgspec.Struct, tag=True):
-    """What holds up the loop, which threads are left behind, whether episodes wait for what they share, and where
-    attempts wait, as far as that has changed."""
+    """What holds up the loop, which threads are left behind, which tasks were left, whether episodes wait for what they
+    share, and where attempts wait, as far as that has changed."""
 
     blocked: str = ""
     left_behind: list[str] = []
+    left_tasks: list[str] = []
     preparing: bool = False
     places: dict[int, str] = {}
 
@@ -321,8 +325,9 @@ class EpisodeProcess:
         self._shown = shown
         self._patience = SettlePatience(ROUND_TRIP_S)
         self._numbers = count(1)
-        self._posted = self._awaited = 0
-        """Numbers of posts: the newest one, and the newest that was waited for."""
+        self._posted = self._awaited = self._unborn = 0
+        """Numbers of posts: the newest one, and the newest that was waited for; and how many processes, the
+        last ones, have ended before they had imported the steps."""
         self._episodes = 0
         self._calls: list[LoopCall] = []
         """Of the next post."""
@@ -341,8 +346,13 @@ class EpisodeProcess:
         return begin
 
     def post(self, calls: Collection[Callable[[], None]], moving: Collection[object] = ()) -> None:
-        """Have the process run these, in this order."""
+        """Have the process run these, in this order; raises SetupFailed if it dies again and again as it starts."""
         if self._life.over:
+            self._unborn = 0 if self._life.ready else self._unborn + 1
+            if self._unborn >= UNBORN:
+                how, why = self._life.end
+                did = f"ended {how} before it had imported the steps, {UNBORN} times in a row"
+                raise SetupFailed(f"the process of the episodes {did}{why}")
             self._life, self._awaited = self._begin_life(), 0
         for call in calls:
             call()
@@ -381,13 +391,17 @@ class EpisodeProcess:
         """Where threads are busy whose episodes are over, as the process has last said."""
         return self._life.seen.left_behind
 
+    def left_tasks(self) -> list[str]:
+        """Which tasks went on when their episodes ended, as the process has last said."""
+        return self._life.seen.left_tasks
+
     def count(self, more: int) -> None:
         """So many more episodes are open."""
         self._episodes += more
 
     def close(self) -> None:
         """Have the process end, with what its episodes share; it is killed if that takes long."""
-        self._life.end()
+        self._life.finish()
 
     # -- for attempts
 
@@ -413,7 +427,7 @@ class _Life:
     def __init__(self, process: KeptProcess, measured: Callable[[StepMeasured], None]) -> None:
         self.changed = threading.Condition()
         self.settled = 0
-        self.over = self._ready = self._ending = False
+        self.over = self.ready = self._ending = False
         self.seen = LoopSeen()
         self._unfit = self._killed = ""
         """Why it cannot serve; why it was killed."""
@@ -444,7 +458,14 @@ class _Life:
     @property
     def begun(self) -> bool:
         """Tell whether it has imported its steps, or has ended without having said that it cannot."""
-        return self._ready or (self.over and not self._unfit)
+        return self.ready or (self.over and not self._unfit)
+
+    @property
+    def end(self) -> tuple[str, str]:
+        """How it has ended, and why, for messages."""
+        code = self._process.code or 0
+        how = f"by signal {code - 128}" if code > 128 else f"with exit code {code}"
+        return how, f"{f': {self._killed}' if self._killed else ''}{_SEE}"
 
     def await_start(self) -> None:
         """Wait for that; raises SetupFailed if it cannot, or takes longer than BOOT_S."""
@@ -455,7 +476,7 @@ class _Life:
             if self._unfit:
                 raise SetupFailed(self._unfit)
 
-    def end(self) -> None:
+    def finish(self) -> None:
         """End it in order, or by force."""
         self._ending = True
         self._writes.put(b"")
@@ -518,7 +539,7 @@ class _Life:
                 self._attempts[number].place = message.places[number]
         else:
             with self.changed:
-                self._ready = self._ready or isinstance(message, ProcessReady)
+                self.ready = self.ready or isinstance(message, ProcessReady)
                 self._unfit = message.why if isinstance(message, ProcessUnfit) else self._unfit
                 self.settled = message.number if isinstance(message, PostSettled) else self.settled
                 self.changed.notify_all()
@@ -542,11 +563,8 @@ class _Life:
         """What its attempts have come to."""
         if self._unfit:
             return Raised(SetupFailed(self._unfit))
-        code = self._process.code or 0
-        how = f"by signal {code - 128}" if code > 128 else f"with exit code {code}"
-        did = f"lost the process of its episodes, which ended {how}"
-        why = f": {self._killed}" if self._killed else ""
-        return Raised(RequestRefused(did, f"{why}{_SEE}"))
+        how, why = self.end
+        return Raised(RequestRefused(f"lost the process of its episodes, which ended {how}", why))
 
 
 def _raised(fault: StepFault) -> BaseException:

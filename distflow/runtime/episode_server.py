@@ -299,7 +299,7 @@ class EpisodeServer:
         ]
         places = {number: attempt.place for number, attempt in waiting}
         changed = {number: place for number, place in places.items() if self._places.get(number) != place}
-        seen = LoopSeen(self._loop.blocked(), self._loop.left_behind(), self._loop.preparing)
+        seen = LoopSeen(self._loop.blocked(), self._loop.left_behind(), self._loop.left_tasks(), self._loop.preparing)
         if changed or seen != self._seen:
             self._pipe.tell(msgspec.structs.replace(seen, places=changed))
         self._places, self._seen = places, seen

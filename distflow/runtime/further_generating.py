@@ -125,7 +125,7 @@ class FurtherGenerating:
         """What the next group waits for, and from whom; None: nothing."""
         awaited = self._core.awaited(self._inbox.loaded)
         if awaited is None:
-            return ("environments", ()) if self._core.running and not self._samples.asks else None
+            return (self._samples.environments, ()) if self._core.running and not self._samples.asks else None
         return f"weights of version {awaited.number} of {self.plan.model!r} or newer", self.publishers
 
     @property

@@ -166,6 +166,14 @@ class GenerateStep:
             "of its own (timeout= of requests, subprocess.run, a socket)"
         )
 
+    def leaves(self, task: str) -> str:
+        """Say that a task went on when its episode ended, and what to do."""
+        return (
+            f"{self.where} left the task {task} behind, and it was cancelled with the episode that had begun it — if "
+            "other episodes need it too, they wait for it until they are timed out: let the step's `setup` begin what "
+            "all episodes share (@step(…, setup=…), ctx.shared); what is of one episode let the step await, or cancel"
+        )
+
     def failure(self, did: str, more: str, place: str = "") -> EpisodeFailed:
         """What to raise for what a step has done wrong on a sample; `more`: what the message adds to that."""
         return EpisodeFailed(f"{self.where} {did}{more}", did, did.split()[0], place)

@@ -301,7 +301,7 @@ class RolloutLoop:
     def _reason(self) -> tuple[str, str, tuple[str, ...]]:
         """What an idle worker waits for: its kind, its name, and from whom."""
         if self._core.running and not self._samples.asks:
-            return "environments", "environments", ()
+            return "environments", self._samples.environments, ()
         answers = None if self._meanwhile is None else self._meanwhile.waiting()
         if answers is not None:
             return "answers", *answers

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from distflow.comm.users_code import UsersCode
 from distflow.data.batch import Batch, join, whole, with_same_parts
 from distflow.data.fields import changed, complaint, with_fields
 from distflow.data.prefixes import own_fields, with_own
@@ -380,7 +381,8 @@ class StepRunner:
     def _reported(self, plan: StepPlan, batch: Batch | None) -> Iterator[None]:
         """Report what the step raises with its name, the worker and the uids in hand."""
         try:
-            yield
+            with UsersCode():
+                yield
         except (Exception, SystemExit) as error:  # an exit would end the worker as if it was done
             uids = "" if batch is None or "uid" not in batch else f", {_some_uids(batch)}"
             raise self._raised(plan, error, uids) from error
@@ -483,7 +485,8 @@ def _some_uids(batch: Batch) -> str:
 def user_code(what: str) -> Iterator[None]:
     """Report what a user's code raises inside as a StepError; `what` says in one line which code, and where."""
     try:
-        yield
+        with UsersCode():
+            yield
     except DistflowError:
         raise
     except (Exception, SystemExit) as error:  # an exit would end a thread without a word, or the worker as if done

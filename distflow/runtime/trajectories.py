@@ -54,7 +54,6 @@ from distflow.runtime.attempt import (
     in_order,
     is_full,
 )
-from distflow.runtime.episode_loop import ServingClock
 from distflow.runtime.generate_step import (
     AnsweredCall,
     GenerateStep,
@@ -71,6 +70,7 @@ from distflow.runtime.generate_step import (
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.protocols import Engine, Tokenizer
 from distflow.runtime.sample_errors import BAD_LOGPROBS, EngineNumbers, EpisodeFailed, Fate, complaint, sound
+from distflow.runtime.waits import ServingClock
 from distflow.types import (
     BegunSample,
     CallNumber,
@@ -228,6 +228,13 @@ class Trajectories:
         return any(sample.open for sample in self._open.values())
 
     @property
+    def environments(self) -> str:
+        """Name what samples wait for without a request, and where one of them does, as any thread may ask."""
+        waiting = [sample for sample in self._open.copy().values() if not sample.open]
+        where = next((f", one of them at {place}" for sample in waiting if (place := sample.attempt.place)), "")
+        return f"environments of {len(waiting)} episodes{where}"
+
+    @property
     def left(self) -> int:
         """Samples that are not finished."""
         return len(self._open)
@@ -320,7 +327,7 @@ class Trajectories:
             for key in [key for key in table if key[0] in positions]:
                 sample = table.pop(key)
                 self._loop.count(-1)
-                self._close(sample)
+                self._posts.append(sample.attempt.close)
         self._given_up = {key for key in self._given_up if key[0] not in positions}
         self._whole = [sample for sample in self._whole if sample.position not in positions]
         # What others ask for meanwhile is left for `take`.
@@ -344,6 +351,7 @@ class Trajectories:
         place = self._loop.blocked() if self._open else ""
         self._tell([self.step.blocks(place)] if place else [])
         self._tell(map(self.step.lingers, self._loop.left_behind()))
+        self._tell(map(self.step.leaves, self._loop.left_tasks()))
         for sample in self._open.values():
             waiting = 0.0 if sample.open else self.clock.now - sample.waits_since
             why = self.step.errors.late(sample.episode, self.clock.now - sample.since, waiting)
@@ -473,7 +481,7 @@ class Trajectories:
         """Begin a sample anew on which the step has failed, or give it up."""
         self._give_back(sample)
         fate = self.step.errors.judge(failed, sample.episode, sample.attempt.number)
-        self._close(sample)
+        self._posts.append(sample.attempt.close)  # a thread may be busy with whatever: it is not waited for
         if fate != "again":
             self._give_up(sample, failed.reason, fate)
             return
@@ -485,10 +493,6 @@ class Trajectories:
     def _give_back(self, sample: Trajectory) -> None:
         """Nobody waits for what the sample has asked for."""
         self._given_up.update((*sample.key, call) for call in sample.open)
-
-    def _close(self, sample: Trajectory) -> None:
-        # A thread may be busy with whatever: it is not waited for.
-        self._posts.append(sample.attempt.close)
 
     def _give_up(self, sample: Trajectory, reason: str, fate: Fate) -> None:
         """Finish a sample with what the model has written, and the environment before that."""

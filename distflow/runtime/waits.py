@@ -20,6 +20,12 @@ T = TypeVar("T")
 
 CHECK_EVERY_S = 0.5
 """How often a wait looks at progress when nothing wakes it."""
+PATIENCE_S, REGAINED = 0.5, 0.02
+"""So much longer the thread of an engine waits for episodes in all, and this share of the time that passes: where a
+machine has too much to do, steps that compute nothing take longer, too, and their requests must enter the engine
+together all the same."""
+LONGEST_S = 1.0
+"""What lies between two looks is something else if it takes longer."""
 
 log = logger(__name__)
 
@@ -172,3 +178,38 @@ def _no_progress(wait: Wait, now: float, limit_s: float, limit: str) -> NoProgre
         f"waiting for {wait.describe(now)}: no sign of progress for {limit_s:g} s — see the logs "
         f"of {', '.join(wait.peers) or 'this worker'}, or raise {limit}"
     )
+
+
+class ServingClock:
+    """A clock that runs while it is looked at: not while a worker trains, loads weights or offloads its engine."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._last = time.monotonic()
+
+    def tick(self, every_s: float, *, stands: bool) -> bool:
+        """Let it go on, unless it `stands` now; returns whether that was not done for so long."""
+        now = time.monotonic()
+        if now < self._last + every_s:
+            return False
+        self.now += 0.0 if stands else min(now - self._last, LONGEST_S)
+        self._last = now
+        return True
+
+
+class SettlePatience:
+    """How long the thread of an engine waits for episodes: `settle_s` each time, and some more in all."""
+
+    def __init__(self, settle_s: float) -> None:
+        self._settle_s = settle_s
+        self._left_s = PATIENCE_S
+        self._waited_at = time.monotonic()
+
+    def wait(self, changed: threading.Condition, settled: Callable[[], bool]) -> bool:
+        """Wait until they have settled, with the condition held; returns whether they have."""
+        began = time.monotonic()
+        self._left_s = min(PATIENCE_S, self._left_s + (began - self._waited_at) * REGAINED)
+        found = changed.wait_for(settled, self._settle_s + self._left_s)
+        self._waited_at = time.monotonic()
+        self._left_s -= max(0.0, self._waited_at - began - self._settle_s)
+        return found

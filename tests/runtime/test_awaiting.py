@@ -15,7 +15,7 @@ from distflow.data.batch import Batch, Ragged
 from distflow.errors import StepError
 from distflow.flow.plan import StepPlan
 from distflow.flow.step import ENVIRONMENT, GENERATED, SEQUENCES
-from distflow.runtime import episode_loop
+from distflow.runtime import episode_loop, waits
 from distflow.runtime.episode_loop import SETTLE_S, EpisodeLoop
 from distflow.runtime.generate_step import SampleLimits
 from distflow.runtime.steps import StepContext, StepRunner
@@ -467,7 +467,7 @@ def test_a_coroutine_that_blocks_is_named_and_the_engine_goes_on(
 
 def test_time_in_which_nobody_looks_counts_for_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As while a worker trains, or its engine loads weights."""
-    monkeypatch.setattr(episode_loop, "LONGEST_S", 0.1)
+    monkeypatch.setattr(waits, "LONGEST_S", 0.1)
     samples, made = trajectories(tmp_path, "tool", 1, timeout_s=1.0, sleep_s=0.1), engine()
     samples.submit(made, samples.begin([lease()]))
     time.sleep(1.1)

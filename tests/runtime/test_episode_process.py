@@ -28,6 +28,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import asynccontextmanager
 
 import numpy as np
 
@@ -368,6 +369,22 @@ def test_steps_that_cannot_be_imported_there_end_the_run(tmp_path: Path, monkeyp
     with pytest.raises(SetupFailed, match="could not begin"):
         made_by(apart, "tool", apart.process)
     apart.process.close()
+
+
+@pytest.mark.parametrize(
+    "line, how",
+    [("os.kill(os.getpid(), signal.SIGSEGV)", "by signal 11"), ("os._exit(5)", "with exit code 5")],
+)
+def test_a_process_that_dies_while_it_imports_the_steps_ends_the_run(tmp_path: Path, line: str, how: str) -> None:
+    """The second time, and not by the attempts at each sample."""
+    (tmp_path / "asking.py").write_text(f"{SOURCE}{MORE}\nif os.getpid() != {os.getpid()}:\n    {line}\n")
+    apart = Steps(tmp_path / "asking.py", {"tool": {"max_attempts": 9}})
+    with pytest.raises(
+        SetupFailed, match=rf"ended {how} before it had imported the steps, 2 times in a row .*episodes"
+    ):
+        made_by(apart, "tool", apart.process)
+    apart.process.close()
+    assert len(apart.started) == 2
 
 
 @pytest.mark.parametrize("met", [True, False])

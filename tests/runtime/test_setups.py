@@ -93,6 +93,30 @@ async def slow(ctx):
     yield 1
 
 
+@asynccontextmanager
+async def losing_one_of_a_group(ctx):
+    async with asyncio.TaskGroup() as group:
+        group.create_task(served())
+        yield
+
+
+@asynccontextmanager
+async def losing_a_task(ctx):
+    task = asyncio.create_task(served())
+    yield task
+
+
+@asynccontextmanager
+async def cancelled(ctx):
+    asyncio.get_running_loop().call_later(0.2, asyncio.current_task().cancel)
+    yield
+
+
+async def served():
+    await asyncio.sleep(0.2)
+    raise ConnectionError("the server has hung up")
+
+
 def of(setup):
     return dict(role="generate", reads=[], writes=["rewards/told"], environment=["replay", "repeatable"], setup=setup)
 
@@ -135,6 +159,8 @@ def thread_behind_{setup}(episode, generate, ctx, *, max_new_tokens=4, max_token
     return {{"rewards/told": 1}}
 """
 SOURCE += "".join(BEHIND.format(setup=setup) for setup in ("broken", "endless", "hanging", "deaf", "slow"))
+LOSING = ("losing_one_of_a_group", "losing_a_task", "cancelled")
+SOURCE += "".join(BEHIND.format(setup=setup) for setup in LOSING)
 
 
 SHARED = """
@@ -243,6 +269,26 @@ def test_one_that_hangs_ends_the_run_by_its_own_name(
     with pytest.raises(SetupFailed, match=rf"(?s){where}the setup of step '{name}' .* had given nothing after 0\.6 s"):
         until_done(of_loop(tmp_path, loop, name, turn_timeout_s=0.2, timeout_s=0.3), engine(), [5])
     loop.close()
+
+
+@pytest.mark.parametrize("setup", LOSING)
+def test_one_that_loses_what_it_has_given_says_so_at_once_and_once(
+    tmp_path: Path, setup: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = EpisodeLoop(SETTLE_S)
+    begun(of_loop(tmp_path, loop, f"behind_{setup}"))
+    until = time.monotonic() + 10.0
+    with caplog.at_level(logging.WARNING):
+        while not caplog.records:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        loop.close()
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert f"the setup of step 'behind_{setup}' ({tmp_path}/setups.py:behind_{setup}) on rollout/0 " in told
+    assert "while episodes go on with what it has given (ctx.shared)" in told
+    if setup != "cancelled":
+        assert "has lost its task served, which raised ConnectionError" in told
+        assert 'raise ConnectionError("the server has hung up")' in told
 
 
 @pytest.mark.parametrize("name", ["behind_slow", "thread_behind_slow"])

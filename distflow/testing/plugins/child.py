@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
+from distflow.comm.users_code import end_copy
 from distflow.errors import DistflowError
 from distflow.flow.resolve import find_named
 from distflow.testing.plugins.findings import IMPORTING, Level, SuiteReport
@@ -58,8 +59,7 @@ class Lines:
         self._say({"done": gave})
 
     def _say(self, what: object) -> None:
-        if os.getpid() != self._process:
-            os._exit(0)  # a copy that the plug-in has forked
+        end_copy(self._process)
         sys.stdout.flush()
         self._file.write(json.dumps(what, default=str) + "\n")
         self._file.flush()
