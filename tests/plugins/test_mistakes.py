@@ -195,6 +195,12 @@ def slow(episode, generate, ctx, *, temperature=1.0, max_new_tokens=1, max_token
     generate(episode.prompt_ids, SamplingParams(max_new_tokens=1))
     with ALONE:
         sleep(seconds)
+
+
+@step(role="generate", reads=[], writes=[], environment=[])
+async def blocks(episode, generate, ctx, *, temperature=1.0, max_new_tokens=1, max_tokens=1, seconds=0.0):
+    sleep(seconds)
+    await generate(episode.prompt_ids, SamplingParams(max_new_tokens=1))
 """
 FUNCTIONS = """
 from distflow.algorithms.losses import TokenLoss
@@ -472,11 +478,12 @@ def test_all_that_cannot_be_called_are_named(folder: Path, capsys: pytest.Captur
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("name", ["slow", "blocks"])
 def test_each_sample_of_a_generate_step_has_the_time_of_a_call(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """All 20 take longer together."""
-    assert run(["test-plugin", placed("slow"), "--with", "seconds=0.8", "--limit", "13"]) == 0
+    assert run(["test-plugin", placed(name), "--with", "seconds=0.8", "--limit", "6"]) == 0
     assert re.search(r"making samples, \d+ of 20 done", capsys.readouterr().err)
 
 

@@ -11,6 +11,7 @@ from distflow.data.batch import Batch
 from distflow.errors import DistflowError, StepError, UserError
 from distflow.exchange.messages import Lease
 from distflow.flow.step import sample_tokens
+from distflow.runtime.episode_loop import EpisodeLoop
 from distflow.runtime.generate_step import SampleLimits
 from distflow.runtime.steps import StepContext, StepRunner
 from distflow.runtime.trajectories import Trajectories
@@ -22,6 +23,8 @@ from distflow.types import BegunSample, SampleOutput, SampleRequest, Uid, Versio
 
 SAMPLES, GROUPS = 4, 5
 POLLS = 10_000
+SETTLE_S = 1.0
+"""So long it is waited for episodes before it is told that some have gone on."""
 TOOL_S = 60.0
 """So long a step may await something else than tokens, where it awaits nothing else."""
 CUT_AFTER = (1, 2, 3, 5, 8)
@@ -64,6 +67,7 @@ class _Desk:
         self._report = report
         self._tasks = tasks
         self._does = ""
+        self._loop = EpisodeLoop(SETTLE_S)
         self._make(range(1))
 
     @property
@@ -77,14 +81,14 @@ class _Desk:
         self._report.begin(what)
 
     def _done(self, count: int) -> None:
-        # Each of them is a call, and has its time.
+        # Each of them is a call, and has its time, also where they block the loop one after the other.
         self._report.begin(f"{self._does}, {count} of {GROUPS * SAMPLES} done")
 
     def _make(self, positions: Iterable[int]) -> Trajectories:
         context = StepContext(NAME, worker=WORKER, seed=3, samples_per_prompt=SAMPLES, tokenizer=TOKENIZER)
         # A step under test may fail on nothing.
         plan = replace(self.trial.plan, settings={**self.trial.plan.settings, "on_error": "stop"})
-        step = StepRunner(WORKER, [plan], {NAME: context}).generate_step(NAME)
+        step = StepRunner(WORKER, [plan], {NAME: context}, loop=self._loop).generate_step(NAME)
         return Trajectories(step, {"train": SampleLimits.of(SAMPLES, plan.settings)}, TOKENIZER, torch.float32)
 
     def _lease(self, position: int, begun: Sequence[BegunSample] = ()) -> Lease:
@@ -133,7 +137,7 @@ def _drive(
     steps: int = POLLS,
 ) -> list[SampleOutput]:
     """Decode until every sample is finished, or for some steps; returns what all samples have then, by calls. `tell`
-    hears how many are finished."""
+    hears how many are finished, whenever one is or has asked for more."""
     samples.submit(engine, requests)
     wanted, finished = samples.take([])
     samples.submit(engine, wanted)
@@ -145,8 +149,8 @@ def _drive(
             raise _Endless
         wanted, finished = samples.take(samples.poll(engine))
         done += [call for sample in finished for call in sample.calls]
-        if finished:
-            count += len(finished)
+        count += len(finished)
+        if finished or wanted:
             tell(count)
         samples.submit(engine, wanted)
     if steps == POLLS and samples.left:
