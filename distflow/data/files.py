@@ -23,12 +23,13 @@ from types import ModuleType
 from typing import IO, Any, Protocol
 
 import msgspec
+import numpy as np
 
 from distflow.config.data_files import data_files, kind_of
 from distflow.config.hub import not_found, settle_hub
 from distflow.config.yamlfile import shown
 from distflow.data.delimited import DELIMITERS, DelimitedLines
-from distflow.data.messages import TableRow
+from distflow.data.messages import TableObject, TableRow
 from distflow.data.packed import unpacked
 from distflow.errors import UserError
 
@@ -43,6 +44,8 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 """Surrogates: JSON can escape half of a pair alone, but no encoding can write it."""
 _MOST_NESTED = 200
 """Lists and objects within each other; beyond some hundreds parsers give up, each elsewhere."""
+_NARROW = {"halffloat": np.float16, "float": np.float32}
+"""Arrow's floats of fewer digits than JSON's."""
 _TOO_DEEP = f"lists or objects are nested more than {_MOST_NESTED} deep — make it flatter, or a text"
 
 
@@ -229,7 +232,9 @@ class ArrowTable:
         return int(self._table.num_rows)
 
     def __getitem__(self, index: int) -> Row:
-        return TableRow(_plain(self._table.slice(index, 1).to_pylist()[0]))
+        schema = self._table.schema
+        row = self._table.slice(index, 1).to_pylist()[0]
+        return TableRow({name: _plain(value, schema.field(name).type) for name, value in row.items()})
 
     def where(self, index: int) -> str:
         """The file and the number of the row."""
@@ -252,7 +257,8 @@ class HubTable:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Row:
-        return TableRow(_plain(dict(self.rows[index])))
+        types = {field.name: field.type for field in self.rows.features.arrow_schema}
+        return TableRow({name: _plain(value, types.get(name)) for name, value in dict(self.rows[index]).items()})
 
     def where(self, index: int) -> str:
         """The data set and the number of the row."""
@@ -355,15 +361,45 @@ def _checked(check: Check, columns: Sequence[str], where: str) -> None:
         raise UserError(f"{where}: {error}") from error
 
 
-def _plain(value: Any) -> Any:
-    """The same with values that JSON has: decimals as numbers, if these say the same, and dates as text."""
+def _plain(value: Any, kind: Any) -> Any:
+    """The value of a column of this type of Arrow's, with values that JSON has: decimals as numbers, if these say the
+    same, dates as text, maps as objects, and of narrow floats the digits that their width has: 0.1, not
+    0.10000000149011612.
+
+    Raises UserError for a map that has a key twice.
+    """
+    kind = _stored(kind)
+    name = str(kind)
     if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
+        fields = {field.name: field.type for field in kind} if name.startswith("struct<") else {}
+        return {key: _plain(inner, fields.get(key)) for key, inner in value.items()}
+    if isinstance(value, list) and name.startswith("map<"):
+        return _object([(_plain(key, kind.key_type), _plain(inner, kind.item_type)) for key, inner in value])
     if isinstance(value, list):
-        return [_plain(inner) for inner in value]
+        items = kind.value_type if "list" in name.partition("<")[0] else None
+        return [_plain(inner, items) for inner in value]
     if isinstance(value, Decimal):
         return _number(value)
+    if name in _NARROW and value is not None:
+        return float(str(_NARROW[name](value)))
     return str(value) if isinstance(value, (date, time, timedelta)) else value
+
+
+def _stored(kind: Any) -> Any:
+    """The type of the values themselves, of one of Arrow's that names a meaning or writes repeated values once."""
+    name = str(kind).partition("<")[0]
+    if name == "extension":
+        return _stored(kind.storage_type)
+    return _stored(kind.value_type) if name in ("dictionary", "run_end_encoded") else kind
+
+
+def _object(pairs: Sequence[tuple[Any, Any]]) -> TableObject:
+    found = TableObject(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in found if keys.count(key) > 1)
+        raise UserError(f"a map of the table has the key {twice!r} twice; expected each key once")
+    return found
 
 
 def _number(value: Decimal) -> int | float | str:

@@ -32,8 +32,14 @@ class TableRow(dict[str, Any]):
     """A row of a table whose structs have the keys of all rows: a null in one may stand for a key that it lacks."""
 
 
+class TableObject(dict[str, Any]):
+    """An object of a table that has keys of its own (Arrow's map): a null in it was written by somebody."""
+
+
 def without_nulls(value: Any) -> Any:
     """Leave out the keys of objects whose values are null, at every depth; items of lists stay, and so does text."""
+    if isinstance(value, TableObject):
+        return TableObject({key: without_nulls(inner) for key, inner in value.items()})
     if isinstance(value, Mapping):
         return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
     if isinstance(value, (list, tuple)):

@@ -221,6 +221,61 @@ def test_verls_layout_in_parquet(tmp_path: Path, chat: Callable[[str], Pretraine
     }
 
 
+def typed(path: Path, **columns: Any) -> Path:
+    """A Parquet file with one row; each column has a value and a type."""
+    parquet, pa = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    parquet.write_table(pa.table({name: pa.array([value], kind) for name, (value, kind) in columns.items()}), path)
+    return path
+
+
+def test_maps_of_a_table_are_objects_at_every_depth(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    ports = pa.map_(pa.string(), pa.struct([("depth", pa.float32()), ("ships", pa.map_(pa.string(), pa.int64()))]))
+    harbour = [("Brest", {"depth": 0.7, "ships": [("Abeille", 1), ("none", None)]})]
+    turn = pa.list_(pa.map_(pa.string(), pa.string()))
+    path = typed(
+        tmp_path / "maps.parquet",
+        messages=([[("role", "user"), ("content", "1=")]], turn),
+        ports=(harbour, ports),
+        several=([harbour, None], pa.list_(ports)),
+        none=([], ports),
+    )
+    prompt = order(opened(path), CharTokenizer("chars:0123456789=+"), chat=False).given(opened(path), 0)
+    expected = {"Brest": {"depth": 0.7, "ships": {"Abeille": 1, "none": None}}}
+    assert prompt.messages == [{"role": "user", "content": "1="}]
+    assert prompt.task == {"ports": expected, "several": [expected, None], "none": {}}
+    path = typed(
+        tmp_path / "twice.parquet", prompt=("1=", pa.string()), m=([("a", 1), ("a", 2)], pa.map_("string", "int8"))
+    )
+    with pytest.raises(UserError, match=r"twice\.parquet, row 1\): a map of the table has the key 'a' twice"):
+        order(opened(path)).prompt(0)
+
+
+@pytest.mark.parametrize(
+    ("width", "value"), [("float32", 0.3), ("float16", 2.7), ("float32", 1e-7), ("float64", 1 / 3)]
+)
+def test_numbers_have_the_digits_of_their_width(tmp_path: Path, width: str, value: float) -> None:
+    pa = pytest.importorskip("pyarrow")
+    kind = pa.float16() if width == "float16" else getattr(pa, width)()
+    path = typed(
+        tmp_path / "p.parquet",
+        prompt=("1=", pa.string()),
+        answer=(value, kind),
+        inner=({"all": [value, None, 16.0]}, pa.struct([("all", pa.list_(kind))])),
+        few=(value, pa.dictionary(pa.int8(), kind) if width == "float32" else kind),
+        nothing=(None, kind),
+    )
+    task = json.loads(order(opened(path)).prompt(0).task)
+    assert task == {"answer": value, "inner": {"all": [value, None, 16]}, "few": value, "nothing": None}
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict(
+        {"prompt": ["1="], "answer": [[value]]},
+        features=datasets.Features({"prompt": datasets.Value("string"), "answer": [datasets.Value(width)]}),
+    )
+    use = open_source("", SourceConfig.model_validate({"source": "m:f"}), lambda name: lambda: rows)
+    assert json.loads(order(use).prompt(0).task) == {"answer": [value]}
+
+
 def test_a_broken_parquet_file(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
     (tmp_path / "p.parquet").write_text("no")
