@@ -16,9 +16,33 @@ from typing import Any, NoReturn, SupportsFloat
 from distflow.data.formats import DATA_SOURCE, PROMPT
 from distflow.data.gold import ANSWER
 from distflow.flow.reward_form import Signature
+from distflow.metrics.sums import SUM_SUFFIX, WEIGHT_SUFFIX
 from distflow.types import Completion
 
 _NO_COLUMNS = (PROMPT, "completion", "completion_ids")
+_OF_THE_RUN = frozenset(
+    (
+        *(
+            "actor",
+            "calls",
+            "checkpoint",
+            "critic",
+            "data",
+            "dealing",
+            "disk",
+            "distill",
+            "engine",
+            "group",
+            "lockstep",
+        ),
+        *("memory", "perf", "preference", "prompt_length", "recovery", "reference", "response_length", "reward"),
+        *("rewards", "rollout", "rollout_corr", "score", "sequences", "solver", "staleness", "stealing", "timing_s"),
+        *("trackers", "trainer", "val", "weights"),
+    )
+)
+"""What stands before the slash in the names of the run's own metrics (docs/metrics.md)."""
+_MARKS = (WEIGHT_SUFFIX, SUM_SUFFIX)
+"""Ends of names that say how the values of workers are merged."""
 _KNOWN = "global_step, max_steps and epoch"
 
 
@@ -57,7 +81,14 @@ class Logged:
         self.columns[str(column)] = found
 
     def metric(self, name: str, value: SupportsFloat) -> None:
-        """Take a number, which is averaged over all calls of a training step."""
+        """Take a number, which is averaged over all calls of a training step; raises ValueError for names as the run's
+        own metrics have them."""
+        group, slash, _ = str(name).partition("/")
+        if not str(name).strip() or (slash and group in _OF_THE_RUN) or str(name).endswith(_MARKS):
+            raise ValueError(
+                f"log_metric({str(name)!r}, …): the run's own metrics have such names; expected one of your own, such "
+                f"as 'mine/{str(name).replace('/', '_').strip() or 'share'}'"
+            )
         self.metrics.append((str(name), float(value)))
 
     def of(self, row: int) -> dict[str, str]:

@@ -52,6 +52,8 @@ _WRAPPERS = (
 _ESCAPED = re.compile(r"\\([%#&_$])")
 _LEADS = re.compile(r"\b(?:is|are)\b|[=≈:]", re.IGNORECASE)
 """What leads to the result on a line."""
+_SENTENCE_END = re.compile(r"[.!?。！？](?:[\"'”’*_`)\]}$\s]|\\[)\]])*\Z|```\s*\Z")
+"""The end of a sentence, or of code, which a beginning has not."""
 _LONGEST = 300
 """Characters of a text that is looked at as an answer."""
 
@@ -59,13 +61,15 @@ _LONGEST = 300
 def is_whole_answer(turn: str, gold: Sequence[GoldAnswer]) -> bool:
     """Tell whether an assistant's turn is a whole answer, and not the beginning of one that a model is to go on with.
 
-    It is if it has thought and gone on behind that, or has a box or answer tags with something in them, or if its last
-    line comes to a gold answer. An empty thought, which asks a model not to think, says nothing.
+    It is if it has a box or answer tags with something in them, if its last line comes to a gold answer, or if it has
+    thought, and gone on behind that to a gold answer or the end of a sentence. An empty thought, which asks a model not
+    to think, says nothing.
     """
     text, thought = behind_thinking(turn), turn[: _end_of_thought(turn)]
-    if text and _THOUGHT_BEGIN.sub("", _THOUGHT_END.sub("", thought)).strip():
-        return True
     if _boxed(text) or any(found.strip() for found in _TAG.findall(text)):
+        return True
+    has_thought = bool(_THOUGHT_BEGIN.sub("", _THOUGHT_END.sub("", thought)).strip())
+    if has_thought and (_SENTENCE_END.search(text) or any(_holds(text, as_written(one)) for one in gold)):
         return True
     last = text[text.rfind("\n") + 1 :][-_LONGEST:]
     found = text, last, find_answer(turn), *final_answers(turn), _LEADS.split(last.rstrip(":"))[-1]
@@ -76,6 +80,13 @@ def is_whole_answer(turn: str, gold: Sequence[GoldAnswer]) -> bool:
             if any(mine and (gives(mine, wanted, ",$") or mine.casefold() == written) for mine in given):
                 return True
     return False
+
+
+def _holds(text: str, gold: str) -> bool:
+    """Tell whether a gold answer stands in a text as a word of its own."""
+    wanted = gold.strip()
+    same_case = 0 if len(wanted) == 1 else re.IGNORECASE
+    return bool(wanted) and re.search(rf"(?<!\w){re.escape(wanted)}(?!\w)", text, same_case) is not None
 
 
 def find_answer(response: str) -> str:

@@ -21,6 +21,16 @@ log = logger(__name__)
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Keys of a message for what a model thought before it answered."""
+_READ = frozenset({"role", "content", "tool_calls", "tool_call_id", "name", TRAINS})
+"""Keys of a message that are looked at one by one, or need not be written."""
+_OF_RECORD = frozenset(
+    (
+        *("id", "type", "object", "model", "index", "timestamp", "created", "created_at", "finish_reason"),
+        *("stop_reason", "stop_sequence", "usage", "logprobs", "tool_call_id"),
+    )
+)
+"""Keys of what an API has answered that tell nothing to a model, in a message and within its other keys."""
+_THOUGHT = re.compile("reason|think|thought")
 _PROBE = "aprobe"
 _ASKS = {"role": "user", "content": "0"}
 _ANSWERS = {"role": ASSISTANT, "content": _PROBE}
@@ -69,13 +79,16 @@ class ChatTemplate:
         opened = open_thought(asked)
         if opened is not None and text.lstrip().startswith(opened.tag):
             return asked + opened.within(text)
+        if not text.strip():
+            return asked + text
         written = [*map(self._turn, turns), self._turn(opening)]
         try:
             going_on = self._tokenizer.chat_text(written, tools, self._arguments, asks=False, continues=True)
         except ValueError:  # the template leaves out a part of what it was given
             return asked + text
         as_given = going_on.startswith(asked) and going_on[len(asked) :].strip() == text.strip()
-        return going_on if as_given else asked + text
+        # Many templates trim what they write; a line that has ended, behind ```python for one, is part of a beginning.
+        return going_on.rstrip() + text[len(text.rstrip()) :] if as_given else asked + text
 
     def check(self, written: str, turns: Sequence[Message], tools: Sequence[Mapping[str, Any]], label: str) -> None:
         """Compare what was given with what was written, and warn of what is missing, once for each key.
@@ -233,7 +246,8 @@ def left_out(written: str, turns: Sequence[Message], tools: Sequence[Mapping[str
 
 
 def pieces(turns: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Iterator[Given]:
-    """Take a conversation apart: its contents, reasoning, calls with their arguments, names, and tools."""
+    """Take a conversation apart: its contents, reasoning, calls with their arguments, names, and tools, and the texts
+    of keys that nothing here knows."""
     users = [number for number, turn in enumerate(turns) if turn["role"] == "user"]
     for number, turn in enumerate(turns):
         earlier = bool(users) and number < users[-1]
@@ -252,9 +266,12 @@ def _of_turn(turn: Message, place: str, earlier: bool) -> Iterator[Given]:
         if ended:
             yield Given("content", place, _forms(thought.removeprefix("<think>")), by_design=earlier)
         yield Given("content", place, _forms(answer))
-    for key in REASONING:
-        if isinstance(turn.get(key), str):
-            yield Given(key, place, _forms(turn[key]), by_design=earlier)
+    for key in turn.keys() - _READ - _OF_RECORD:
+        thought = _THOUGHT.search(key) is not None
+        # Whatever a template knows nothing of may say again what another key says.
+        again = key not in REASONING or not isinstance(turn[key], str)
+        for text in _texts(turn[key]):
+            yield Given(key, place, _forms(text), by_design=earlier and thought, shared=again)
     for call in calls_of(with_arguments(dict(turn), as_text=False)):
         for key in ("name", "arguments"):
             yield from (Given("tool_calls", place, *leaf) for leaf in (_leaves(call[key]) if key in call else ()))
@@ -286,6 +303,18 @@ def _leaves(value: object) -> Iterator[tuple[tuple[str, ...], bool, bool]]:
     else:
         whole = (str(int(value)),) if isinstance(value, float) and value.is_integer() else ()
         yield (json.dumps(value), str(value), *whole), False, True
+
+
+def _texts(value: object) -> Iterator[str]:
+    """Find the texts within the value of a key that no format here knows."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for inner in (value[key] for key in value if key not in _OF_RECORD):
+            yield from _texts(inner)
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from _texts(inner)
 
 
 def _forms(text: str) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from distflow.data.gold import ANSWER
-from distflow.data.messages import TRAINING_KEYS, from_json
+from distflow.data.messages import from_json, from_json_chat, says_training
 from distflow.errors import UserError, did_you_mean
 
 CONVERSATIONS, SYSTEM, COMPLETION = "conversations", "system", "completion"
@@ -28,6 +28,8 @@ DATA_SOURCE = "data_source"
 """Where a task says which source it is from: the key of data sets in verl's layout."""
 _PROMPTS = (PROMPT, MESSAGES, "chosen", "rejected", RESPONSE, COMPLETION)
 """Columns that may be chats."""
+_OF_SYSTEM = ("system", "developer")
+"""Roles of turns that say what holds for the whole conversation."""
 _ROLES = {
     "user": "human user prompter",
     "assistant": "gpt assistant model bot chatgpt bing bard ai",
@@ -47,9 +49,10 @@ def with_prompt(columns: Collection[str]) -> bool:
     return CONVERSATIONS in columns or _is_alpaca(columns)
 
 
-def in_columns(row: Mapping[str, Any]) -> Row:
-    """The row in the columns that are read here; the same if it is in none of the layouts. Raises UserError."""
-    found = {name: _turns(value, name) if name in _PROMPTS else value for name, value in row.items()}
+def in_columns(row: Mapping[str, Any], *, named: bool = False) -> Row:
+    """The row in the columns that are read here; the same if it is in none of the layouts. `named`: its prompt is by
+    data.fields. Raises UserError."""
+    found = {name: _turns(from_json_chat(value), name) if name in _PROMPTS else value for name, value in row.items()}
     if MESSAGES not in found and CONVERSATIONS in found:
         found = _of_sharegpt(found)
     elif found.keys().isdisjoint((PROMPT, MESSAGES)) and _is_alpaca(found):
@@ -58,7 +61,7 @@ def in_columns(row: Mapping[str, Any]) -> Row:
         found = _of_completion(found)
     if TOOLS not in found and _are_functions(found.get(FUNCTIONS)):
         found[TOOLS] = found.pop(FUNCTIONS)
-    found = _with_system(found)
+    found = _with_system(found, named=named)
     return _with_ground_truth(found)
 
 
@@ -180,28 +183,64 @@ def _of_completion(row: Row) -> Row:
 
 def _as_context(turn: Any) -> Any:
     spoken = isinstance(turn, Mapping) and turn.get("role") == "assistant"
-    return {**turn, "weight": 0} if spoken and not any(key in turn for key in TRAINING_KEYS) else turn
+    return {**turn, "weight": 0} if spoken and not any(map(says_training, turn)) else turn
 
 
-def _with_system(row: Row) -> Row:
-    """The row with its column `system` as the first turn; a text that is a prompt becomes a user's turn then."""
-    given = row.get(SYSTEM)
-    if SYSTEM not in row or not (given is None or isinstance(given, str)):
+def _with_system(row: Row, *, named: bool) -> Row:
+    """The row with its column `system` as the first turn of each conversation in it; a text that is the prompt becomes
+    a user's turn then."""
+    given = _system_of(row)
+    if given is None:
         return row
-    name = MESSAGES if _is_list(row.get(MESSAGES)) else PROMPT
-    prompt: Any = row.get(name)
-    if not isinstance(prompt, str) and not _is_list(prompt):
+    chats = {name: row[name] for name in _PROMPTS if _is_list(row.get(name)) and _is_conversation(name, row[name])}
+    prompt = row.get(PROMPT)
+    if isinstance(prompt, str) and (named or not chats):
+        chats[PROMPT] = [{"role": "user", "content": prompt}] if given else prompt
+    if not chats:
         return row
-    turns: list[Any] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
-    first = turns[0] if turns and isinstance(turns[0], Mapping) else {}
-    del row[SYSTEM]
-    if given and given.strip() and first.get("role") != "system":
-        turns = [{"role": "system", "content": given}, *turns]
-    elif given and given.strip() and first.get("content") != given:
+    rest = {name: value for name, value in row.items() if name != SYSTEM}
+    return rest | ({name: _behind(given, turns, name) for name, turns in chats.items()} if given else {})
+
+
+def _system_of(row: Row) -> Any:
+    """The content of the column `system`, a text or parts of one, as it is, as a message or as the only one of a list;
+    blank if it says nothing, None if it is none, such as a column of the task."""
+    given: Any = row.get(SYSTEM)
+    if SYSTEM not in row:
+        return None
+    if _is_list(given) and len(given) == 1 and isinstance(given[0], Mapping) and "role" in given[0]:
+        (given,) = given
+    if isinstance(given, Mapping) and given.get("role") in _OF_SYSTEM:
+        given = given.get("content")
+    parts: Any = given if _is_list(given) else [given]
+    texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
+    if given is None or not texts:
+        return ""
+    if isinstance(given, Mapping) or not all(isinstance(text, str) for text in texts):
+        return None
+    parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+    return (given if isinstance(given, str) else parts) if "".join(map(str, texts)).strip() else ""
+
+
+def _is_conversation(name: str, turns: Sequence[Any]) -> bool:
+    """Tell whether a column has the beginning of a conversation, and not the response to a prompt alone."""
+    return bool(turns) and (name in (PROMPT, MESSAGES) or len(turns) > 1)
+
+
+def _behind(system: Any, turns: Sequence[Any], name: str) -> list[Any]:
+    """The turns behind the system's; raises UserError if they begin with another one."""
+    first = turns[0] if isinstance(turns[0], Mapping) else {}
+    if first.get("role") not in _OF_SYSTEM:
+        return [{"role": "system", "content": system}, *turns]
+    if _text_of(first.get("content")) != _text_of(system):
         raise UserError(
             f"the column {SYSTEM!r} and the first turn of {name!r} are two different system turns; keep one"
         )
-    return {**row, name: turns}
+    return [*turns]
+
+
+def _text_of(content: Any) -> Any:
+    return "".join(str(part.get("text")) for part in content) if _is_list(content) else content
 
 
 def _with_ground_truth(row: Row) -> Row:

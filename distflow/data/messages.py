@@ -17,13 +17,39 @@ from distflow.errors import UserError
 
 Message = Mapping[str, Any]
 ASSISTANT = "assistant"
+_FUNCTION = "function"
+"""OpenAI's older role for what a tool has returned."""
 TRAINS = "train"
 """Key of a message that is not trained on, whose value is False then; no other message has it."""
-TRAINING_KEYS = ("weight", "train", "trainable", "training", "loss", "loss_scale", "loss_weight")
-"""Names under which formats say whether a turn is trained on: 1 or true, 0 or false."""
+_TRAINED = frozenset(
+    (
+        *("weight", "train", "trainable", "training", "trained", "istrained", "dotrain", "trainon", "trainonturn"),
+        *("supervise", "supervised", "learn", "learnable", "loss", "lossscale", "lossweight", "lossmask"),
+        *("steplossmask", "computeloss", "calculateloss", "withloss", "hasloss"),
+    )
+)
+"""Names, less case and all but letters, under which formats say that a turn is trained on: 1 or true, 0 or false."""
+_NOT_TRAINED = frozenset(
+    (
+        *("ignore", "ignored", "ignoreloss", "maskloss", "noloss", "skiploss", "notrain", "notraining"),
+        *("skiptraining", "excludefromloss"),
+    )
+)
+"""Those under which they say that it is not."""
+_OF_TRAINING = frozenset(
+    (
+        *("train", "trained", "training", "trainable", "loss", "losses", "mask", "masked", "unmasked", "masking"),
+        *("weight", "weights", "weighted", "label", "labels", "supervise", "supervised", "learn", "learned"),
+        *("target", "gradient", "backprop"),
+    )
+)
+"""Names with one of these words may say either; with 0 or 1 they are refused."""
+_WORD = re.compile("[A-Z]?[a-z]+|[A-Z]+")
 _TRAINED_IN_PART = ("train_detail", "training_detail")
 """Names under which formats say which characters of a turn are trained on."""
 _CALLS, _FUNCTION_CALL, _ARGUMENTS = "tool_calls", "function_call", "arguments"
+_TEXT_PARTS = ("text", "input_text", "output_text")
+"""Types of the parts of a content that are text."""
 _REPR = re.compile(r"\[\s*\{\s*'(?:role|content|from|value)'\s*:")
 """How Python writes a list of turns, and pandas a column of such lists in a CSV."""
 
@@ -59,14 +85,28 @@ def from_json(value: Any, column: str) -> Any:
         ) from error
 
 
+def from_json_chat(value: object) -> Any:
+    """The conversation that a text is in JSON; any other value as it is. Raises UserError for one that Python wrote."""
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
+    if _REPR.match(value.lstrip()):
+        raise UserError(
+            f"it has messages as Python writes them, which is no JSON: {value[:60]!r} — json.dumps(messages) before "
+            "the file is written"
+        )
+    found = _decoded(value, list)
+    turns = found if isinstance(found, list) else []
+    written = all(isinstance(one, Mapping) and isinstance(one.get("role"), str) for one in turns)
+    return turns if turns and written else value
+
+
 def conversation(value: object) -> list[dict[str, Any]] | None:
     """The messages of a value that is a conversation, as a list or as JSON text; None for any other value.
 
     Raises UserError for a conversation with something that is no message.
     """
-    if isinstance(value, str):
-        value = _json_chat(value)
-    if not isinstance(value, Sequence) or isinstance(value, bytes) or not value:
+    value = from_json_chat(value)
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)) or not value:
         return None
     return [_message(number, message) for number, message in enumerate(value)]
 
@@ -116,9 +156,7 @@ def as_text(messages: Sequence[Message]) -> str:
 
 def calls_of(message: Message) -> list[Mapping[str, Any]]:
     """Find the functions that a message calls, each with `name` and `arguments` as far as they are given."""
-    calls = list(message.get(_CALLS) or ())
-    if message.get(_FUNCTION_CALL):
-        calls.append(message[_FUNCTION_CALL])
+    calls = message.get(_CALLS) or ()
     return [call["function"] if isinstance(call.get("function"), Mapping) else call for call in calls]
 
 
@@ -136,10 +174,12 @@ def with_arguments(message: dict[str, Any], *, as_text: bool) -> dict[str, Any]:
             made["function"] = change(made["function"])
         return made
 
-    changed: dict[str, Any] = {_CALLS: [change(call) for call in message[_CALLS]]} if message.get(_CALLS) else {}
-    if message.get(_FUNCTION_CALL):
-        changed[_FUNCTION_CALL] = change(message[_FUNCTION_CALL])
-    return message | changed
+    return message | {_CALLS: [change(call) for call in message[_CALLS]]} if message.get(_CALLS) else message
+
+
+def says_training(key: str) -> bool:
+    """Tell whether a key of a message is a known one for whether its turn is trained on."""
+    return _letters(key) in _TRAINED | _NOT_TRAINED
 
 
 def trains(message: Message) -> bool:
@@ -147,46 +187,59 @@ def trains(message: Message) -> bool:
     return bool(message.get(TRAINS, True))
 
 
-def _json_chat(text: str) -> list[Any] | None:
-    """The conversation that a text is in JSON; None for any other text."""
-    if not text.lstrip().startswith("["):
-        return None
-    if _REPR.match(text.lstrip()):
-        raise UserError(
-            f"it has messages as Python writes them, which is no JSON: {text[:60]!r} — json.dumps(messages) before the "
-            "file is written"
-        )
-    found = _decoded(text, list)
-    turns = found if isinstance(found, list) else []
-    written = all(isinstance(one, Mapping) and isinstance(one.get("role"), str) for one in turns)
-    return turns if turns and written else None
-
-
 def _message(number: int, given: object) -> dict[str, Any]:
     if not isinstance(given, Mapping) or not isinstance(given.get("role"), str):
         raise UserError(f"message {number} is {str(given)[:60]!r}; expected {{role: user, content: …}}")
-    _check_content(number, given.get("content"))
     # Templates ask whether a key is there; a null says that it is not.
     message = {key: value for key, value in given.items() if value is not None}
-    for key in (_CALLS, _FUNCTION_CALL):
-        if key in message:
-            message[key] = _calls(number, key, message[key])
-            if message[key]:
-                message.setdefault("content", None)
+    if "content" in message:
+        message["content"] = _content(number, message["content"])
+    older = message.pop(_FUNCTION_CALL, None)
+    if older or _CALLS in message:
+        calls = list(_calls(number, _CALLS, message.get(_CALLS, [])))
+        made = {"type": "function", "function": _calls(number, _FUNCTION_CALL, older)} if older else None
+        if made is not None and made["function"] not in calls_of({_CALLS: calls}):
+            calls.append(made)
+        message[_CALLS] = list(map(_with_object, calls))
+        if calls:
+            message.setdefault("content", None)
+    if message["role"] == _FUNCTION:
+        message["role"] = "tool"
     if not _lets_train(number, message) and message["role"] == ASSISTANT:
         message[TRAINS] = False
     return message
 
 
-def _check_content(number: int, content: object) -> None:
-    parts = content if isinstance(content, list) else []
-    if not (content is None or isinstance(content, (str, list))) or any(
-        not isinstance(part, Mapping) or not isinstance(part.get("text"), str) for part in parts
-    ):
-        raise UserError(
-            f"message {number} has content that is no text: {str(content)[:60]!r}; expected a text, or "
-            "a list of parts {type: text, text: …}; images, sound and video are not supported"
-        )
+def _content(number: int, content: object) -> str | list[dict[str, Any]]:
+    """The content of a message, its parts with the type that templates look for; raises UserError for no text."""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list) and all(map(_is_text, content)):
+        return [{**part, "type": _TEXT_PARTS[0]} for part in content]
+    odd = next((part for part in content if not _is_text(part)), content) if isinstance(content, list) else content
+    raise UserError(
+        f"message {number} has content that is no text: {str(odd)[:60]!r}; expected a text, or a list of parts {{type: "
+        "text, text: …}; what was thought is a message's reasoning_content; images, sound and video are not supported"
+    )
+
+
+def _is_text(part: object) -> bool:
+    """Tell whether a part of a content is text: one without a type has nothing but its text."""
+    if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
+        return False
+    kind = part.get("type")
+    return kind in _TEXT_PARTS or (kind is None and not any(part[key] for key in part if key != "text"))
+
+
+def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
+    """A call whose arguments are an object where they are nothing."""
+    made = dict(call)
+    if isinstance(made.get("function"), Mapping):
+        made["function"] = _with_object(made["function"])
+    arguments = made.get(_ARGUMENTS, {})
+    if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
+        made[_ARGUMENTS] = {}
+    return made
 
 
 def _calls(number: int, key: str, given: object) -> Any:
@@ -217,13 +270,27 @@ def _lets_train(number: int, message: dict[str, Any]) -> bool:
     part = next((key for key in _TRAINED_IN_PART if key in message), None)
     if part is not None:
         raise UserError(f"message {number} has {part}; expected weight: 0 or 1: turns are trained on as a whole or not")
-    said = {key: message.pop(key) for key in TRAINING_KEYS if key in message}
+    said = {key: message.pop(key) for key in list(message) if says_training(key)}
     for key, value in said.items():
         if isinstance(value, str) or value not in (0, 1):
             raise UserError(
                 f"message {number} has {key}: {value!r}; expected 0 or 1 (false or true): turns are trained on or not, "
                 "there are no weights between"
             )
-    if len({bool(value) for value in said.values()}) > 1:
+    for key, value in message.items() if message["role"] == ASSISTANT else ():
+        if isinstance(value, (bool, int, float)) and value in (0, 1) and _is_of_training(key):
+            raise UserError(
+                f"message {number} has {key}: {value!r}, which may say that its turn is trained on, or that it is not; "
+                "expected weight: 0 or 1 — rename it so, or remove it from the data"
+            )
+    if len({bool(value) == (_letters(key) in _TRAINED) for key, value in said.items()}) > 1:
         raise UserError(f"message {number} says {said}, which contradict each other; expected one of them")
-    return all(said.values())
+    return all(bool(value) == (_letters(key) in _TRAINED) for key, value in said.items())
+
+
+def _is_of_training(key: str) -> bool:
+    return not _OF_TRAINING.isdisjoint(word.lower() for word in _WORD.findall(key))
+
+
+def _letters(key: str) -> str:
+    return re.sub(r"[\W\d_]", "", key).lower()

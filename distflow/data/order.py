@@ -17,7 +17,7 @@ from distflow.data.gold import ANSWER, has
 from distflow.data.messages import ASSISTANT, as_text, conversation, tools_of
 from distflow.data.mixing import Mixture, Visits, pass_order
 from distflow.data.responses import DataRow, Reading, in_tokens
-from distflow.data.rows import prompt_of, with_answer
+from distflow.data.rows import is_replaced, marked_as_beginning, prompt_of, with_answer
 from distflow.data.sources import PromptSource, PromptText, ReasoningGymSource
 from distflow.data.tokenizer import Tokenizer
 from distflow.errors import PluginError, UserError
@@ -101,7 +101,7 @@ class PromptOrder:
         self._columns = columns or {}
         self._prompts = prompts
         self._began = False
-        """A prompt that begins the response has been told of."""
+        """A conversation that ends with an assistant's turn beside another answer has been told of."""
         self._without = ""
         """The first prompt that was left out for what its task lacks, which has been told."""
         self._looked_at: tuple[SourceUse, int, PromptText] | None = None
@@ -414,22 +414,30 @@ class PromptOrder:
     def _written(self, label: str, given: PromptText) -> str:
         """The conversation of a prompt, up to where the response begins."""
         turns = given.messages
+        if not self._began:
+            self._tell_of_last(label, given)
         if given.opening is not None and not given.spoken:
             text = self._template.begin(turns, given.opening, given.tools)
             turns = [*turns, given.opening]
-            if self._reading is None and not self._began:
-                self._began = True
-                log.warning(
-                    "data: %s: the last assistant's turn is kept as the beginning of the response, since it does not "
-                    "give the answer beside it — if it is a whole answer, remove it from the messages; told once",
-                    label,
-                )
         else:
             text = self._template.write(turns, given.tools, asks=True)
         if self._reading is None:  # else the whole conversation is looked at
             with _of_row(label):
                 self._template.check(text, turns, given.tools, label)
         return text
+
+    def _tell_of_last(self, label: str, given: PromptText) -> None:
+        """Warn of the first conversation that ends with an assistant's turn beside another answer or response."""
+        if given.opening is not None and not marked_as_beginning(given.opening):
+            beside = "does not give the answer" if self._reading is None else "is none of the responses"
+            what = f"kept as the beginning of the response, since it {beside} beside it — if it is a whole answer,"
+        elif self._reading is not None and is_replaced(given):
+            what = "left out, since it is a whole answer and none of the responses beside it — if these are not meant,"
+        else:
+            return
+        self._began = True
+        cure = "remove it from the messages" if given.opening is not None else "remove their columns"
+        log.warning("data: %s: the last assistant's turn is %s %s; told once", label, what, cure)
 
 
 @contextmanager

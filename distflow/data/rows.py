@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from distflow.data.answers_in_text import is_whole_answer
-from distflow.data.formats import MESSAGES, PROMPT, RESPONSE, TOOLS, in_columns, with_prompt
+from distflow.data.formats import (
+    COMPLETION,
+    CONVERSATIONS,
+    FUNCTIONS,
+    MESSAGES,
+    PROMPT,
+    RESPONSE,
+    TOOLS,
+    in_columns,
+    with_prompt,
+)
 from distflow.data.gold import ANSWER, as_written
 from distflow.data.messages import TableRow, as_text, content_text, conversation, last_turn, tools_of, without_nulls
 from distflow.data.sources import PromptText
@@ -18,8 +29,13 @@ RESPONSES = (CHOSEN, REJECTED, RESPONSE)
 """Responses; as conversations they have the prompt before their last turns."""
 _SPOKEN = (PROMPT, MESSAGES, TOOLS, ANSWER, *RESPONSES)
 """Columns that may hold messages or tools."""
-_SEEN_OR_HEARD = ("images", "videos", "audios")
+_SEEN_OR_HEARD = ("images", "videos", "audios", "image", "video", "audio")
 """Columns of what no text says."""
+_BEGINS = ("prefix", "partial")
+"""Keys by which APIs (Mistral, DeepSeek; Moonshot) are told that the last turn is a beginning."""
+_FILE = re.compile(
+    r"data:.*|.*\.(?:png|jpe?g|webp|gif|bmp|tiff?|mp4|webm|mov|mkv|wav|mp3|flac|ogg|m4a)\s*", re.I | re.S
+)
 
 
 def check_columns(columns: Sequence[str], fields: Mapping[str, str]) -> None:
@@ -43,11 +59,15 @@ def prompt_of(row: Mapping[str, Any], fields: Mapping[str, str]) -> PromptText:
     check_columns(list(row), fields)
     named = {name: _column(row, column, name) for name, column in fields.items()}
     rest = {key: value for key, value in row.items() if key not in fields.values()}
-    task = in_columns({**rest, **named})
+    given = {**rest, **named}
+    task = in_columns(given, named=PROMPT in fields)
     if isinstance(row, TableRow):
-        task |= {name: without_nulls(task[name]) for name in _SPOKEN if name in task}
+        # Nulls that JSON text has were written by somebody.
+        texts = {name for name, value in given.items() if isinstance(value, str)}
+        of_table = [name for name in _SPOKEN if name in task and _origin(name, given) not in texts]
+        task |= {name: without_nulls(task[name]) for name in of_table}
     for name in _SEEN_OR_HEARD:
-        if task.get(name) and not (isinstance(task[name], str) and task[name].strip() in ("", "[]")):
+        if _is_seen_or_heard(task.get(name), alone=not name.endswith("s")):
             raise UserError(
                 f"the column {name!r} is {str(task[name])[:60]!r}; images, sound and video are not supported — leave "
                 "such rows, or the column, out of the source"
@@ -68,26 +88,62 @@ def with_answer(given: PromptText, *, reads: bool) -> PromptText:
     """Tell what the assistant's turn is with which a conversation ends: its answer, or the beginning of the response.
 
     It is the answer (`reply`) if it is a whole one, or none stands beside it: in the column `answer`, or where the data
-    give the responses (`reads`) a response of them. Raises UserError if there is nothing before it.
+    give the responses (`reads`) a response of them. What its own key `prefix` or `partial` calls a beginning is one.
+    Raises UserError if there is nothing before it, or nothing to go on with where the data give the responses.
     """
     *messages, last = given.messages
     said = content_text(last)
     if not messages:
         raise UserError("the prompt is one assistant's turn alone; expected a user's turn before it")
     if reads:
-        beside = {name: given.task[name] for name in RESPONSES if given.task.get(name) is not None}
-        others = [as_text([last_turn(value, name)]) for name, value in beside.items()]
+        others = _responses(given.task)
     else:
         answer = given.task.get(ANSWER)
         entries = answer if isinstance(answer, list) else [answer]
         others = [
             as_written(one) if isinstance(one, (str, int, float)) else str(one) for one in entries if one is not None
         ]
+    marked = marked_as_beginning(last)
+    if marked and reads and not others:
+        raise UserError(
+            f"the last assistant's turn is the beginning of an answer ({marked}: true), and no column "
+            f"{', '.join(map(repr, RESPONSES))} goes on with it — add one, or remove {marked}"
+        )
     same = said.strip() in map(str.strip, others) or is_whole_answer(said, () if reads else others)
-    if others and said.strip() and not same:
+    if marked or (others and said.strip() and not same):
         return replace(given, messages=messages, opening=last)
     task = given.task if given.task.get(ANSWER) is not None else {**given.task, ANSWER: said}
     return replace(given, messages=messages, text=as_text(messages), task=task, reply=last)
+
+
+def marked_as_beginning(turn: Mapping[str, Any]) -> str:
+    """The key by which an assistant's turn says that it is the beginning of one; empty if it does not."""
+    return next((key for key in _BEGINS if turn.get(key) is True), "")
+
+
+def is_replaced(given: PromptText) -> bool:
+    """Tell whether the row of a prompt gives other responses than the turn that ends its conversation."""
+    if given.reply is None or not (others := _responses(given.task)):
+        return False
+    return content_text(given.reply).strip() not in map(str.strip, others)
+
+
+def _responses(task: Mapping[str, Any]) -> list[str]:
+    """The texts of the responses that a row gives."""
+    return [as_text([last_turn(task[name], name)]) for name in RESPONSES if task.get(name) is not None]
+
+
+def _origin(name: str, given: Mapping[str, Any]) -> str:
+    """The column that became one which is read here."""
+    return name if name in given else {MESSAGES: CONVERSATIONS, RESPONSE: COMPLETION, TOOLS: FUNCTIONS}.get(name, name)
+
+
+def _is_seen_or_heard(value: Any, *, alone: bool) -> bool:
+    """Tell whether a column has images, sound or video. `alone`: a text in it may be the task's own, such as the
+    image of a container, if it is no file."""
+    if isinstance(value, str):
+        return _FILE.fullmatch(value) is not None if alone else value.strip() not in ("", "[]")
+    return bool(value) and not isinstance(value, (bool, int, float))
 
 
 def _prompt(task: dict[str, Any], row: Mapping[str, Any], *, named: bool) -> Any:

@@ -47,39 +47,26 @@ class StopFinder:
         self._skipped = 0
         self._window: list[int] = []
         self._text = ""
-        """As far as no later token changes it."""
+        """As far as it is known: a character that is not whole yet is not there."""
         self._floor = 0
         """A stop string that ends before this place of the text does not count."""
 
     def feed(self, tokens: Sequence[int]) -> ResponseEnd | None:
         """Take the next tokens; returns `found`."""
-        held = min(len(tokens), max(0, self._least - self.tokens))
-        if self.found is None and held:
-            self._advance(tokens[:held])
-            self._floor = len(self._text)
-        left = tokens[held:]
-        while self.found is None and left:
-            self._search(left[:WINDOW])
-            left = left[WINDOW:]
+        for token in tokens:
+            if self.found is None:
+                self._take(token)
         return self.found
 
-    def _search(self, tokens: Sequence[int]) -> None:
-        begin, known, window = max(0, len(self._text) - self._longest), self.tokens, list(self._window)
-        if self._ends(self._with(window, tokens), begin) is None:
-            self._advance(tokens)
-            return
-        # The first of them with which one is complete.
-        low, high = 1, len(tokens)
-        while low < high:
-            middle = (low + high) // 2
-            if self._ends(self._with(window, tokens[:middle]), begin) is None:
-                low = middle + 1
-            else:
-                high = middle
-        text = self._with(window, tokens[:low])
-        end = self._ends(text, begin)
-        assert end is not None, "more tokens take nothing away"
-        self.found = ResponseEnd(known + low, text[:end])
+    def _take(self, token: int) -> None:
+        """Look at each token by itself, however many come at once: a later one may take text away that was there, as
+        half a character does with all before it that tokenizers with bytes for lack of others write in bytes."""
+        begin = max(0, len(self._text) - self._longest)
+        self._advance(token)
+        if self.tokens <= self._least:
+            self._floor = len(self._text)
+        elif (end := self._ends(self._text, begin)) is not None:
+            self.found = ResponseEnd(self.tokens, self._text[:end])
 
     def _ends(self, text: str, begin: int) -> int | None:
         """Find where the text of the response ends: before a stop string, or behind it if it is included."""
@@ -96,20 +83,19 @@ class StopFinder:
             yield place
             place = text.find(stop, place + 1)
 
-    def _with(self, window: Sequence[int], tokens: Sequence[int]) -> str:
-        """Return the text with these tokens behind the window."""
-        return self._before + self._decode([*window, *tokens]).rstrip(UNFINISHED)[self._skipped :]
-
-    def _advance(self, tokens: Sequence[int]) -> None:
-        self._text = self._with(self._window, tokens)
-        self._window += tokens
-        self.tokens += len(tokens)
+    def _advance(self, token: int) -> None:
+        self._window.append(token)
+        self.tokens += 1
+        whole = self._decode(self._window)
+        self._text = self._before + whole.rstrip(UNFINISHED)[self._skipped :]
         if len(self._window) <= WINDOW:
             return
         kept = self._window[-KEPT:]
-        # What is decoded again has to have a text, and no character that is not whole: of others it may change.
-        whole, part = self._decode(self._window), self._decode(kept)
-        if part and not whole.endswith(UNFINISHED):
+        # What is decoded again has to have a text, and whole characters at both ends: of others it may change. Of what
+        # is no text at all, bytes without end, that cannot be waited for.
+        part = self._decode(kept)
+        begins = not part.startswith(UNFINISHED) or len(self._window) > 4 * WINDOW
+        if part and begins and not whole.endswith(UNFINISHED):
             self._before, self._skipped, self._window = self._text, len(part), kept
 
 

@@ -151,3 +151,62 @@ def test_verl() -> None:
     assert found.task == {key: value for key, value in row.items() if key != "prompt"} | {"answer": "2"}
     assert made({**row, "answer": "own"}).task["answer"] == "own"
     assert made({**row, "reward_model": json.dumps(row["reward_model"])}).task["answer"] == "2"
+
+
+BLOCKS = [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]
+ASKS = [{"role": "user", "content": "1+1"}]
+ANSWERS = [{"role": "assistant", "content": "2"}]
+
+
+@pytest.mark.parametrize(
+    ("given", "content"),
+    [
+        ("Be brief.", "Be brief."),
+        (BLOCKS, BLOCKS),
+        (
+            [{**BLOCKS[0], "cache_control": {"type": "ephemeral"}}],
+            [{**BLOCKS[0], "cache_control": {"type": "ephemeral"}}],
+        ),
+        (["Be brief."], [{"type": "text", "text": "Be brief."}]),
+        ({"role": "system", "content": BLOCKS}, BLOCKS),
+        ([{"role": "developer", "content": "Be brief."}], "Be brief."),
+    ],
+)
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": ASKS},
+        {"messages": json.dumps(ASKS), "prompt": "not this"},
+        {"prompt": ASKS},
+        {"prompt": "1+1"},
+        {"instruction": "1+1", "input": ""},
+        {"conversations": turns(("human", "1+1"))},
+        {"chosen": [*ASKS, *ANSWERS], "rejected": json.dumps([*ASKS, {"role": "assistant", "content": "3"}])},
+        {"prompt": "1+1", "chosen": [*ASKS, *ANSWERS], "rejected": [*ASKS, *ANSWERS]},
+        {"prompt": ASKS, "chosen": [*ASKS, *ANSWERS], "rejected": ANSWERS},
+        {"response": [*ASKS, *ANSWERS], "label": True, "prompt": "1+1"},
+        {"prompt": ASKS, "completion": ANSWERS},
+    ],
+)
+def test_a_system_turn_of_any_form_reaches_any_layout(row: Mapping[str, Any], given: Any, content: Any) -> None:
+    found = made({**row, "system": given})
+    assert said(found) == [("system", content), ("user", "1+1")]
+    assert "system" not in found.task
+    if len(row.get("chosen", ())) == 2:
+        assert [turn["role"] for turn in found.task["chosen"]] == ["system", "user", "assistant"]
+
+
+def test_a_system_turn_that_is_there_already() -> None:
+    turn = {"role": "system", "content": "Be brief."}
+    for given in ("Be brief.", BLOCKS):
+        assert said(
+            made({"chosen": [turn, *ASKS, *ANSWERS], "rejected": [turn, *ASKS, *ANSWERS], "system": given})
+        ) == [
+            ("system", "Be brief."),
+            ("user", "1+1"),
+        ]
+    with pytest.raises(UserError, match="'system' and the first turn of 'chosen' are two different system turns"):
+        made({"chosen": [turn, *ASKS, *ANSWERS], "rejected": ANSWERS, "system": "Be long."})
+    named = made({"q": "1+1", "messages": ASKS, "system": "Add"}, prompt="q")
+    assert said(named) == [("system", "Add"), ("user", "1+1")], "the prompt that data.fields names"
+    assert made({"prompt": "1+1", "system": [{"type": "text", "text": " "}]}).task == {}

@@ -135,6 +135,51 @@ def test_arguments_that_are_no_object_stay_text(tokenizers: Tokenizers) -> None:
         assert f'"arguments": {json.dumps(arguments)}' in shown(tokenizer, read(row, tokenizer).responses[0])
 
 
+@pytest.mark.parametrize("family", ["qwen", "mistral", "deepseek"])
+@pytest.mark.parametrize("arguments", ["", " \n", None])
+def test_arguments_that_are_nothing_are_an_empty_object(tokenizers: Tokenizers, family: str, arguments: Any) -> None:
+    rows = [{"messages": [user("go"), said("", tool_calls=[call("now", given)])]} for given in (arguments, {})]
+    assert read(rows[0], tokenizers(family)) == read(rows[1], tokenizers(family))
+    assert "{}" in shown(tokenizers(family), read(rows[0], tokenizers(family)).responses[0])
+
+
+def test_calls_in_the_older_form_of_openai(tokenizers: Tokenizers) -> None:
+    function = {"name": "add", "arguments": '{"a": 6}'}
+    back = {"role": "tool", "content": "11"}
+    new = [user("6+5="), said(None, tool_calls=[{"type": "function", "function": function}]), back, said("11")]
+    expected = read({"messages": new}, tokenizers("qwen"), strict=True)
+    assert '{"name": "add", "arguments": {"a": 6}}' in shown(tokenizers("qwen"), expected.responses[0])
+    for older in (function, json.dumps(function)):
+        old = [new[0], said(None, function_call=older), back | {"role": "function"}, new[3]]
+        assert read({"messages": old}, tokenizers("qwen"), strict=True) == expected
+        both = [new[0], new[1] | {"function_call": function}, back | {"role": "function"}, new[3]]
+        assert read({"messages": both}, tokenizers("qwen"), strict=True) == expected
+    with pytest.raises(UserError, match=r"message 1 has function_call 'add'; expected \{name: …, arguments: …\}"):
+        read({"messages": [user("go"), said("", function_call="add")]}, tokenizers("qwen"))
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "reasoning", "text": "6+4=10"},
+        {"type": "thinking", "text": "", "thinking": "6+4=10"},
+        {"type": "image_url", "image_url": {"url": "x.png"}, "text": ""},
+        {"image": "x.png", "text": " "},
+        {"type": "text"},
+    ],
+)
+def test_parts_that_are_no_text_are_refused(tokenizers: Tokenizers, part: dict[str, Any]) -> None:
+    good = [{"type": "input_text", "text": "6+"}, {"text": "5", "image": None}, {"type": "text", "text": "="}]
+    assert text(tokenizers("parts"), read({"messages": [user(good), said("11")]}, tokenizers("parts")).token_ids) == (
+        "<|im_start|>user\n6+;5;=;<|im_end|>\n<|im_start|>assistant\n"
+    )
+    for turns in ([user([*good, part]), said("11")], [user("6+5="), said([part, {"type": "text", "text": "11"}])]):
+        with pytest.raises(
+            UserError, match=r"message [01] has content that is no text: .*; expected a text, or a list"
+        ):
+            read({"messages": turns}, tokenizers("parts"))
+
+
 @pytest.mark.parametrize("calls", [3, "ls", [3], ["{}"]])
 def test_bad_calls(tokenizers: Tokenizers, calls: Any) -> None:
     with pytest.raises(UserError, match=r"prompt 0.*message 1 has tool_calls .*; expected a list of calls"):
@@ -157,7 +202,10 @@ OPENAI = {
 
 
 @pytest.mark.parametrize(("no", "yes"), [(0, 1), (False, True), (0.0, 1.0)])
-@pytest.mark.parametrize("key", ["weight", "train", "trainable", "loss", "loss_scale"])
+@pytest.mark.parametrize(
+    "key",
+    ["weight", "train", "trainable", "loss", "loss_scale", "loss_mask", "step_loss_mask", "trainOnTurn", "is_trained"],
+)
 def test_a_turn_that_is_context_is_not_trained_on(tokenizers: Tokenizers, key: str, no: Any, yes: Any) -> None:
     tokenizer = tokenizers("qwen")
     turns = [
@@ -169,9 +217,24 @@ def test_a_turn_that_is_context_is_not_trained_on(tokenizers: Tokenizers, key: s
     assert shown(tokenizer, response) == f"5<|im_end|>\n{begins}user\nno<|im_end|>\n{begins}assistant\n[4<|im_end|>]"
 
 
+@pytest.mark.parametrize("key", ["ignore", "mask_loss", "ignoreLoss", "exclude_from_loss"])
+def test_a_turn_that_is_ignored_is_not_trained_on(tokenizers: Tokenizers, key: str) -> None:
+    turns = [user("2+2="), said("5", **{key: True}), user("no"), said("4", **{key: False}, grade=1, train_speed=3)]
+    (response,) = read({"messages": turns}, tokenizers("qwen"), strict=True).responses
+    begins = "<|im_start|>"
+    assert shown(tokenizers("qwen"), response) == (
+        f"5<|im_end|>\n{begins}user\nno<|im_end|>\n{begins}assistant\n[4<|im_end|>]"
+    )
+
+
 @pytest.mark.parametrize(
     ("turn", "message"),
     [
+        ({"mask": 1}, r"message 1 has mask: 1, which may say .*expected weight: 0 or 1"),
+        ({"is_masked": True}, r"message 1 has is_masked: True, which may say"),
+        ({"tokensToTrain": False}, r"message 1 has tokensToTrain: False, which may say"),
+        ({"loss_mask": [0, 1]}, r"message 1 has loss_mask: \[0, 1\]; expected 0 or 1"),
+        ({"ignore": True, "loss_mask": 1}, r"message 1 says .*which contradict each other"),
         ({"weight": 0.5}, r"message 1 has weight: 0\.5; expected 0 or 1"),
         ({"loss_scale": 2}, r"message 1 has loss_scale: 2; expected 0 or 1"),
         ({"train": "no"}, r"message 1 has train: 'no'; expected 0 or 1"),
@@ -356,6 +419,14 @@ TOOLS = [{"type": "function", "function": {"name": "add", "description": "sums",
         ("llama2", {"messages": [user("6+5="), said("11")], "tools": TOOLS}, "tools"),
         ("qwen", {"messages": [user("6+5=", name="Ada"), said("11")]}, "name"),
         (
+            "qwen",
+            {"messages": [user("6+5="), said("11", reasoning_details=[{"type": "a", "text": "6+4=10"}])]},
+            "reasoning_details",
+        ),
+        ("glm", {"messages": [user("6+5="), said("11", thinking=[{"thinking": "6+4=10"}])]}, "thinking"),
+        ("llama2", {"messages": [user("6+5="), said("11", refusal="I would rather not")]}, "refusal"),
+        ("qwen", {"messages": [user("6+5=", documents={"a": ["The sum."]}), said("11")]}, "documents"),
+        (
             "mistral",
             {"messages": [{"role": "user", "content": "6+5="}, said("I add", tool_calls=[call("add", {})])]},
             "content",
@@ -377,6 +448,13 @@ def test_what_a_template_leaves_out_is_told(
     if key == "tools":
         with pytest.raises(UserError, match=r"prompt 0.*leaves out 'tools'"):
             prompts([row | {"messages": [user("6+5=")]}], tokenizers(family), strict=True).prompt(0)
+
+
+def test_keys_that_need_not_be_written(tokenizers: Tokenizers) -> None:
+    record = {"id": "chatcmpl-1", "finish_reason": "stop", "score": 0.7, "images": [], "audio": None, "text": "11"}
+    row = {"messages": [user("6+5=", timestamp="2026-01-01"), said("11", **record)]}
+    plain = {"messages": [user("6+5="), said("11")]}
+    assert read(row, tokenizers("qwen"), strict=True) == read(plain, tokenizers("qwen"))
 
 
 @pytest.mark.parametrize("family", ["glm", "llama2"])

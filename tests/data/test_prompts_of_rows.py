@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from distflow.data.chat_template import left_out
 from distflow.data.order import PromptOrder
 from distflow.errors import UserError
+from distflow.workers.preference import pair
 from distflow.workers.supervised import demonstration
 from distflow.workers.tokenizers import PretrainedTokenizer
 from tests.data.chat_templates import LLAMA2, PHI, byte_tokenizer
@@ -83,6 +84,8 @@ def test_tools_that_a_text_cannot_have_are_told_once(tokenizers: Tokenizers, cap
         ("So:\n**4**", ["3", "4"]),
         ("2 + 2 = $1,234$", "48/2 = 24\n#### 1234"),
         ("The capital is paris", "Paris"),
+        ("<think>Two and two.</think>I take 4, and no other", "4"),
+        ("<think>Two and two.</think>\n\nIt is **five**.", "4"),
         # As long as responses are: 200,000 characters without a tag took minutes.
         ("Well, it is so. " * 12_500 + "\nIt is 4.", "4"),
     ],
@@ -95,7 +98,11 @@ def test_a_whole_answer_is_not_the_beginning_of_one(tokenizers: Tokenizers, said
 
 
 @pytest.mark.parametrize(
-    "opening", ["<think>\n", "<think>\n\n</think>\n\n", "I put the answer in \\boxed{", "The answer is", "4 things:"]
+    "opening",
+    [
+        *("<think>\n", "<think>\n\n</think>\n\n", "I put the answer in \\boxed{", "The answer is", "4 things:"),
+        *("<think>\nTwo.\n</think>\n\nThe answer is", "<think>Two</think>\n<answer>", "[THINK]Two[/THINK]So we have: "),
+    ],
 )
 def test_a_beginning_stays_and_is_told_once(
     tokenizers: Tokenizers, opening: str, caplog: pytest.LogCaptureFixture
@@ -107,6 +114,65 @@ def test_a_beginning_stays_and_is_told_once(
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == 1
     assert "prompt 0: the last assistant's turn is kept as the beginning of the response" in told[0]
+    prompt = read({"prompt": row["prompt"], "response": "4"}, tokenizers("qwen"))
+    assert text(tokenizers("qwen"), prompt.token_ids).endswith(f"assistant\n{opening}")
+    assert shown(tokenizers("qwen"), prompt.responses[0]) == "[4<|im_end|>]"
+
+
+@pytest.mark.parametrize(
+    ("reply", "response", "told"),
+    [
+        ("It is 4", "It is 5", "kept as the beginning of the response, since it is none of the responses"),
+        ("So \\boxed{4}", "It is 5", "left out, since it is a whole answer and none of the responses"),
+        ("It is 4", "It is 4 ", ""),
+    ],
+)
+@pytest.mark.parametrize("make", [demonstration, pair])
+def test_two_responses_of_a_row_are_told(
+    tokenizers: Tokenizers, reply: str, response: str, told: str, make: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    beside = {"response": response} if make is demonstration else {"chosen": response, "rejected": "no"}
+    made = prompts([{"messages": [user("2+2?"), said(reply)], **beside}] * 2, tokenizers("qwen"), make)
+    for position in (0, 1):
+        assert shown(tokenizers("qwen"), made.prompt(position).responses[0]) == f"[{response}<|im_end|>]"
+    found = [record.getMessage() for record in caplog.records]
+    assert len(found) == (1 if told else 0)
+    assert all(told in one for one in found)
+
+
+@pytest.mark.parametrize("key", ["prefix", "partial"])
+def test_a_turn_that_says_so_is_a_beginning(tokenizers: Tokenizers, key: str, caplog: pytest.LogCaptureFixture) -> None:
+    for beginning in ("It is 4.", "```python\n"):
+        turns = [user("2+2?"), said(beginning, **{key: True})]
+        for beside in ({}, {"answer": "4"}):
+            made = prompts([{"messages": turns, **beside}], tokenizers("qwen"), strict=True).prompt(0)
+            assert text(tokenizers("qwen"), made.token_ids).endswith(f"assistant\n{beginning}")
+            assert json.loads(made.task) == beside, "a beginning is no gold answer"
+        (response,) = read({"messages": turns, "response": " 4"}, tokenizers("qwen"), strict=True).responses
+        assert shown(tokenizers("qwen"), response) == "[ 4<|im_end|>]"
+        with pytest.raises(
+            UserError, match=rf"beginning of an answer \({key}: true\), and no column 'chosen', .* goes on"
+        ):
+            read({"messages": turns}, tokenizers("qwen"))
+    assert not caplog.records
+    plain = prompts([{"messages": [user("2+2?"), said("4", **{key: False})]}], tokenizers("qwen")).prompt(0)
+    assert json.loads(plain.task) == {"answer": "4"}
+
+
+@pytest.mark.parametrize("opening", ["```python\n", "So:\n\n", "It is "])
+def test_a_beginning_keeps_the_white_space_that_templates_trim(tmp_path: Path, opening: str) -> None:
+    trims = byte_tokenizer(
+        tmp_path,
+        "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content | trim + '<|im_end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}",
+    )
+    turns = [user("2+2?"), said(opening)]
+    made = prompts([{"prompt": turns, "answer": "4"}], trims).prompt(0)
+    assert text(trims, made.token_ids) == f"<|user|>\n2+2?<|im_end|><|assistant|>\n{opening}"
+    prompt = read({"prompt": turns, "response": "4"}, trims)
+    assert text(trims, prompt.token_ids) + shown(trims, prompt.responses[0]) == (
+        f"<|user|>\n2+2?<|im_end|><|assistant|>\n{opening}[4<|im_end|>]"
+    )
 
 
 @pytest.mark.parametrize("opening", ["<think>\n", "<think>\nOkay", "Let me", "<think>\n\n</think>\n\nThe"])
@@ -256,6 +322,11 @@ def test_nulls_of_a_table_are_dropped_from_an_answer_that_is_a_chat(tokenizers: 
         ),
         ({"messages": [user("x"), said("y")], "tools": str([TOOL])}, r"'tools' is text, but no JSON.*json\.dumps"),
         ({"messages": [user("<image>"), said("y")], "images": ["a.png"]}, "'images' is .*images, .*are not supported"),
+        (
+            {"prompt": "x", "response": "y", "image": {"bytes": "iVBORw0", "path": None}},
+            "'image' is .*are not supported",
+        ),
+        ({"prompt": "x", "response": "y", "audio": "clips/a.wav"}, "'audio' is .*are not supported"),
         ({"instruction": "<audio>", "output": "y", "audios": '["a.wav"]'}, "'audios' is .*are not supported"),
         (
             {"messages": [user([{"type": "image"}]), said("y")]},
@@ -270,7 +341,7 @@ def test_what_a_row_cannot_be(tokenizers: Tokenizers, row: dict[str, Any], messa
 
 @pytest.mark.parametrize("empty", [None, [], "", "[]"])
 def test_columns_without_images_do_not_matter(tokenizers: Tokenizers, empty: Any) -> None:
-    row = {"messages": [user("x"), said("y")], "images": empty, "videos": empty, "tools": ""}
+    row = {"messages": [user("x"), said("y")], "images": empty, "videos": empty, "tools": "", "image": "python:3.12"}
     assert read(row, tokenizers("qwen")).responses == read({"messages": row["messages"]}, tokenizers("qwen")).responses
 
 

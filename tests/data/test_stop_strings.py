@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from distflow.data.stop_strings import WINDOW, ResponseEnd, StopFinder, stop_complaint
@@ -107,6 +107,46 @@ def test_what_is_shown(text: str, stop: str, shown: str) -> None:
         kept = tokens[: finder.found.tokens]
         assert stop in decode(kept)
         assert stop not in decode(kept[:-1])
+
+
+@cache
+def byte_fallback() -> PretrainedTokenizer:
+    """Characters that are no tokens are written in bytes, as by the tokenizers of Llama 2 and Gemma."""
+    words = ["<pad>", "</s>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdé#"]
+    core = Tokenizer(
+        models.BPE(
+            vocab={word: place for place, word in enumerate(words)}, merges=[], unk_token="<unk>", byte_fallback=True
+        )
+    )
+    core.normalizer = normalizers.Replace(" ", "▁")
+    core.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    with TemporaryDirectory() as folder:
+        PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>", pad_token="<pad>").save_pretrained(folder)
+        return PretrainedTokenizer(folder)
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "shown", "tokens"),
+    [
+        ("ab\n😀😀 cd", "\n", "ab", 3),
+        ("abc\n\n→ d\n", "\n\n", "abc", 5),
+        ("é\t\n日本\n", "\n", "é\t", 3),
+        ("a " * 60 + "→#b日#", "#", "a " * 60 + "→", 124),
+    ],
+)
+@pytest.mark.parametrize("least", [0, 2])
+def test_it_makes_no_difference_how_many_tokens_come_at_once(
+    text: str, stop: str, shown: str, tokens: int, least: int
+) -> None:
+    """Half a character takes the bytes before it out of the text, a newline among them."""
+    tokenizer = byte_fallback()
+    ids = tokenizer.encode(text)
+    for size in (1, 2, 3, 5, 7, 50, len(ids)):
+        params = SamplingParams(stop=(stop,), min_new_tokens=least)
+        finder = StopFinder(params, lambda row: tokenizer.decode_batch([row], skip_special=True)[0])
+        for begin in range(0, len(ids), size):
+            finder.feed(ids[begin : begin + size])
+        assert finder.found == ResponseEnd(tokens, shown), size
 
 
 def test_what_can_never_be_found_is_told() -> None:

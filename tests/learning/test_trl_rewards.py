@@ -96,6 +96,19 @@ def logs_few(completions, log_extra, **kwargs):
     log_extra("x", [1])
     return [1.0 for _ in completions]
 
+def as_the_run(completions, log_metric, **kwargs):
+    log_metric("critic/score/mean", 77)
+    return [1.0 for _ in completions]
+
+def as_a_weight(completions, log_metric, **kwargs):
+    log_metric("share.weight", 77)
+    return [1.0 for _ in completions]
+
+def by_names_of_its_own(completions, log_metric, **kwargs):
+    for name in ("mine/score", "actors/share", "critic"):
+        log_metric(name, 77)
+    return [1.0 for _ in completions]
+
 def misspelt(completions, trainer_state, **kwargs):
     return [trainer_state.learning_rate for _ in completions]
 
@@ -219,6 +232,8 @@ def test_settings_are_keyword_arguments(file: Path) -> None:
         ("one_number", "it returned float; expected a list with 4 rewards"),
         ("raises", "OSError: no verifier"),
         ("logs_few", r"log_extra\('x', …\) got 1 values; expected 4"),
+        ("as_the_run", r"log_metric\('critic/score/mean', …\): the run's own .* such as 'mine/critic_score_mean'"),
+        ("as_a_weight", r"log_metric\('share.weight', …\): the run's own metrics have such names"),
         ("misspelt", "trainer_state has global_step, max_steps and epoch here, and no 'learning_rate'"),
     ],
 )
@@ -227,6 +242,16 @@ def test_what_fails_fails_for_all_samples_of_the_call(file: Path, name: str, mes
         verify(batch(["1"] * 4), context(), function=f"{file}:{name}", on_error="stop")
     judged = verify(batch(["1"] * 4), context(), function=f"{file}:{name}")
     assert judged.texts("drop_reason") == ["reward error"] * 4
+
+
+def test_metrics_by_names_of_its_own(file: Path) -> None:
+    verify(batch(["1", "2"]), ctx := context(), function=f"{file}:by_names_of_its_own", on_error="stop")
+    found = ctx.metrics.drain()
+    assert {name: found[name] for name in ("mine/score", "actors/share", "critic")} == {
+        "mine/score": 77.0,
+        "actors/share": 77.0,
+        "critic": 77.0,
+    }
 
 
 def test_what_is_no_number_fails_for_its_sample_alone(file: Path) -> None:
