@@ -247,7 +247,8 @@ def _undone(foreign: Foreign, found: Converted) -> Iterator[str]:
     """Yield what does not map and is to be decided; of keys that are not known together."""
     unknown = [one.key for one in found.accounts if one.kind == "lacks" and one.text == _UNLISTED]
     for one in found.accounts:
-        if foreign.tool == "verl" and one.kind == "lacks" and one.text != _UNLISTED:
+        computed = isinstance(one.value, Expression)
+        if one.kind == "lacks" and one.text != _UNLISTED and (foreign.tool == "verl" or computed):
             yield f"{one.key}={_shown(one.value)}: {one.text}"
     if foreign.tool == "verl" and unknown:
         yield f"see whether these change the training, which are not known here: {', '.join(unknown)}"

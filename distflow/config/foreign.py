@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from distflow.config.script import Expression, read_script, value_of
-from distflow.config.shell import commands_of, unknown_in
+from distflow.config.shell import Command, commands_of, unknown_in
 from distflow.config.trl_keys import TRL
 from distflow.errors import UserError
 
@@ -92,7 +92,11 @@ def read_foreign(file: Path) -> Foreign:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{file}: cannot be read: {error} — give a TRL script, or verl's overrides") from error
-    found = _script(file, text) if file.suffix == ".py" else _options(file, text) or _overrides(file, text)
+    if file.suffix == ".py":
+        found = _script(file, text)
+    else:
+        commands = list(commands_of(text, file.parent))
+        found = _options(file, text, commands) or _overrides(file, commands)
     if not found.given:
         for name, flow in _OTHER_TRAINERS.items():
             if re.search(rf"\b{name}(Config|Trainer)\b|\btrl {name.lower()}\b", text):
@@ -130,45 +134,135 @@ def _is_parsed(value: Any) -> bool:
     return isinstance(value, Expression) and value.text.rpartition(".")[2].startswith("get_peft_config(")
 
 
-_OVERRIDE = re.compile(r"^[+~]{0,2}([A-Za-z_]\w*(?:[.@/][\w@/]+)+)=(.*)$", re.S)
-
-
-def _commands(file: Path, text: str) -> Iterator[list[str]]:
-    """Yield the words of each command of a shell script."""
-    for command in commands_of(text, file.parent):
-        yield [_ENVIRONMENT.sub(r"${oc.env:\1}", word) for word in command.words]
-
-
+_OVERRIDE = re.compile(r"^([+~]{0,2})([A-Za-z_]\w*(?:[.@/][\w@/]+)*)(?:=(.*))?$", re.S)
 _SAME = re.compile(r"\$\{([\w.]+\.\w+)\}")
 """What has the value of another key."""
 _ENVIRONMENT = re.compile(r"\$\{(\w+)\}")
+_TRAINS = re.compile(r"(?:.*[./])?main_(?!eval|gen)\w+(?:\.py)?|verl(?:\.trainer\.(?!main_)\w+)?")
+"""Words by which verl is started to train."""
+_NO_RUN = ("echo", "printf", "cat", "grep", "tee", "ps", "pgrep", "pkill", "#", ":", "true", "false")
+_CONFIGS = {"--config-path": "path", "-cp": "path", "--config-dir": "path", "-cd": "path"}
+_CONFIGS |= {"--config-name": "name", "-cn": "name"}
+_OWN_CONFIGS = ("ppo_trainer", "_self_", "/ppo_trainer")
+"""Configurations of verl's own, whose defaults are known here."""
 
 
-def _overrides(file: Path, text: str) -> Foreign:
-    """Read verl's overrides."""
+def _only(file: Path, found: list[tuple[int, Foreign]]) -> Foreign | None:
+    """Return the one that trains. Raises UserError for several."""
+    if len(found) > 1:
+        lines = ", ".join(f"line {line}" for line, _ in found)
+        raise UserError(f"{file}: {len(found)} commands train ({lines}) — leave one of them, in a copy of the script")
+    return found[0][1] if found else None
+
+
+def _overrides(file: Path, commands: list[Command]) -> Foreign:
+    """Read verl's overrides: those of the command that trains, or a list."""
+    runs = list[tuple[int, Foreign]]()
+    for command in commands:
+        at = next((n for n, word in enumerate(command.words) if _TRAINS.fullmatch(word)), None)
+        if at is not None and command.words[0] not in _NO_RUN:
+            words = list(zip(command.words, command.lines, strict=True))[at + 1 :]
+            runs.append((command.line, _run_of_verl(file, words)))
+    listed = [
+        (word, line)
+        for command in commands
+        if _is_override(command.words[0]) or command.words[0].startswith("$")
+        for word, line in zip(command.words, command.lines, strict=True)
+        if _is_override(word) or word.startswith("$")
+    ]
+    run = _only(file, runs)
+    if run is not None or not any(_is_override(word) for word, _ in listed):
+        return run or Foreign("verl", {}, file)
+    return _run_of_verl(file, listed)
+
+
+def _is_override(word: str) -> bool:
+    found = _OVERRIDE.match(word)
+    return found is not None and found[3] is not None and "." in found[2]
+
+
+def _run_of_verl(file: Path, words: list[tuple[str, int]]) -> Foreign:
+    """Read what a command gives verl, and the YAML that it names."""
     given, unread = dict[str, Any](), dict[str, str]()
-    for command in commands_of(text, file.parent):
-        runs = any(word.startswith("verl.") or "main_" in word for word in command.words)
-        for word, line in zip(command.words, command.lines, strict=True):
-            if (override := _OVERRIDE.match(word)) is not None:
-                key, value = override[1], override[2]
-                unread.pop(key, None)
-                given[key] = _plain(value)
-                if (same := _SAME.fullmatch(value)) is not None and same[1] in given:
-                    given[key] = given[same[1]]
-                elif unknown := unknown_in(value):
-                    given[key], unread[key] = Expression(value), _ungiven(unknown, line, file)
-            elif runs and word.startswith("$"):
-                given[word] = Expression("…")
-                unread[word] = f"{_ungiven(unknown_in(word), line, file)}; overrides may be among it"
+    configs, rest = dict[str, str](), list[tuple[str, int]]()
+    option = ""
+    for word, line in words:
+        name, _, value = word.partition("=")
+        if option:
+            configs[option], option = word, ""
+        elif name in _CONFIGS:
+            option = "" if value else _CONFIGS[name]
+            configs |= {_CONFIGS[name]: value} if value else {}
+        else:
+            rest.append((word, line))
+    if configs:
+        _read_config(file, configs, given, unread)
+    for word, line in rest:
+        override = _OVERRIDE.match(word)
+        if override is not None and "~" in override[1]:
+            given[f"~{override[2]}"] = Expression("…")
+            unread[f"~{override[2]}"] = (
+                f"line {line}: takes the key out of verl's configuration: see what stands for it"
+            )
+            given.pop(override[2], None)
+        elif override is not None and override[3] is not None:
+            _give(given, unread, override[2], override[3], f"line {line}", file)
+        elif unknown := unknown_in(word):
+            given[word] = Expression("…")
+            unread[word] = f"{_ungiven(unknown, f'line {line}', file)}; overrides may be among it"
     return Foreign("verl", given, file, unread=unread)
 
 
-def _ungiven(unknown: list[str], line: int, file: Path) -> str:
+def _give(given: dict[str, Any], unread: dict[str, str], key: str, value: str, where: str, file: Path) -> None:
+    """Add an override, whose value is that of another key or is not known where it holds `${…}`."""
+    unread.pop(key, None)
+    given[key] = _plain(value)
+    if (same := _SAME.fullmatch(value)) is not None and same[1] in given:
+        given[key] = given[same[1]]
+    elif unknown := unknown_in(value):
+        given[key], unread[key] = Expression(value), _ungiven(unknown, where, file)
+
+
+def _read_config(file: Path, configs: Mapping[str, str], given: dict[str, Any], unread: dict[str, str]) -> None:
+    """Read the YAML that `--config-path` and `--config-name` name, or say that it is not read."""
+    name, path = configs.get("name", "ppo_trainer"), configs.get("path", "")
+    beside = _beside(file, f"{path or '.'}/{name.removesuffix('.yaml')}.yaml")
+    if beside is None:
+        key = f"--config-name={name}" if "name" in configs else f"--config-path={path}"
+        given[key] = Expression("…")
+        where = f"{path}/{name}.yaml" if path else f"{name}.yaml"
+        unread[key] = f"verl's configuration {where} is neither here nor beside {file.name}: its keys are not read"
+        if name in _OWN_CONFIGS and not path:
+            given.pop(key), unread.pop(key)
+        return
+    own = _yaml_options(beside, beside.read_text(encoding="utf-8"))
+    defaults = own.pop("defaults", None) or []
+    for one in defaults:
+        if one not in _OWN_CONFIGS:
+            given[f"defaults: {shown(one)}"] = Expression("…")
+            unread[f"defaults: {shown(one)}"] = f"a configuration that {beside.name} is made of, and that is not read"
+    own.pop("hydra", None)
+    for key, value in _flat(own):
+        if isinstance(value, str):
+            _give(given, unread, key, value, beside.name, file)
+        else:
+            given[key] = value
+
+
+def _flat(section: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield keys and values of nested sections; those of functions' own settings, too."""
+    for key, value in section.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", value
+
+
+def _ungiven(unknown: list[str], where: str, file: Path) -> str:
     """Say what is to be done about variables and commands without a value."""
-    named = [name for name in unknown if not name.startswith("$")]
+    named = [name for name in unknown if name.isidentifier()]
     cure = f", or convert with it: {' '.join(f'{name}=…' for name in named)} distflow convert {file.name}"
-    what = f"line {line}: {', '.join(unknown)} has no value that the script tells"
+    what = f"{where}: {', '.join(unknown)} has no value that the script tells"
     return f"{what}: write what it is{cure if named else ''}"
 
 
@@ -179,31 +273,49 @@ _REDIRECTS = re.compile(r"\d?>")
 """What begins with it is no option: commands end before."""
 
 
-def _options(file: Path, text: str) -> Foreign | None:
+def _options(file: Path, text: str, commands: list[Command]) -> Foreign | None:
     """Read `trl grpo` and its options, or a YAML file of them; None where there is neither."""
     if file.suffix in (".yaml", ".yml"):
         given = _yaml_options(file, text)
         return _as_script(file, given) if given.keys() & TRL.keys() else None
-    for words in _commands(file, text):
+    found = list[tuple[int, Foreign]]()
+    for command in commands:
+        words = list(command.words)
         begins = next((n for n in range(len(words)) if _is_grpo(words[: n + 1])), None)
+        if words[0] in _NO_RUN:
+            continue
         if begins is not None:
-            given = _with_config(file, words[begins + 1 :])
-            return _as_script(file, given)
-        if (launched := _launched(file, words)) is not None:
-            return launched
-    return None
+            own, unread = _with_config(file, command, begins + 1)
+            found.append((command.line, replace(_as_script(file, own), unread=unread)))
+        elif (launched := _launched(file, command)) is not None:
+            found.append((command.line, launched))
+    return _only(file, found)
 
 
-def _with_config(file: Path, words: list[str]) -> dict[str, Any]:
-    """Read options, and the YAML that `--config` names. Raises UserError for a file that is not there."""
+def _with_config(file: Path, command: Command, begins: int) -> tuple[dict[str, Any], dict[str, str]]:
+    """Read options, and the YAML that `--config` names; with what is to be said of those that are not known.
+
+    Raises UserError for a file that is not there.
+    """
+    unread, words = dict[str, str](), list[str]()
+    for before, word in zip(command.words[begins - 1 :], command.words[begins:], strict=False):
+        if word.startswith("$") and unknown_in(word) and ("=" in before or not before.startswith("--")):
+            unread[word] = f"{_ungiven(unknown_in(word), f'line {command.line}', file)}; options may be among it"
+        else:
+            words.append(_ENVIRONMENT.sub(r"${oc.env:\1}", word))
     given = _read_options(words)
+    for key, value in given.items():
+        if unknown := unknown_in(re.sub(r"\$\{oc\.env:\w+\}", "", str(value))):
+            given[key] = Expression(str(value))
+            unread[key] = _ungiven(unknown, f"line {command.line}", file)
     config = given.get("config")
     if isinstance(config, str):
         beside = _beside(file, config)
         if beside is None:
             raise UserError(f"{file}: --config {config}: there is no such file, here or beside it")
         given = _yaml_options(beside, beside.read_text(encoding="utf-8")) | given
-    return {key: value for key, value in given.items() if key not in _OF_PARSER}
+    given |= {key: Expression("…") for key in unread if key not in given}
+    return {key: value for key, value in given.items() if key not in _OF_PARSER or key in unread}, unread
 
 
 def _beside(file: Path, name: str) -> Path | None:
@@ -215,14 +327,15 @@ _PROCESSES = ("num_processes", "nproc_per_node", "num_gpus")
 _BACKENDS = {"DEEPSPEED": "deepspeed", "FSDP": "fsdp"}
 
 
-def _launched(file: Path, words: list[str]) -> Foreign | None:
+def _launched(file: Path, command: Command) -> Foreign | None:
     """Read the script for TRL that a command runs, with its options and those of what launches it."""
+    words = list(command.words)
     at = next((n for n, word in enumerate(words) if word.endswith(".py")), None)
     starts = [word for word in words[:at] if re.sub(r"[\d.]+$", "", word.rpartition("/")[2]) in _STARTERS]
     script = _beside(file, words[at]) if at is not None and starts else None
     if at is None or not starts:
         return None
-    options = _with_config(file, words[at + 1 :])
+    options, unread = _with_config(file, command, at + 1)
     if script is None:
         if options.keys() & TRL.keys():
             raise UserError(f"{file}: {words[at]}, which it runs, is neither here nor beside it")
@@ -230,7 +343,8 @@ def _launched(file: Path, words: list[str]) -> Foreign | None:
     found = _script(script, script.read_text(encoding="utf-8"), options)
     if not found.given:
         return None
-    return replace(found, given={**found.given, **_launcher(file, words[:at])})
+    given = {**found.given, **_launcher(file, words[:at])}
+    return replace(found, given=given, unread={**found.unread, **unread})
 
 
 def _launcher(file: Path, words: list[str]) -> dict[str, Any]:
