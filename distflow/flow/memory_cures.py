@@ -27,7 +27,7 @@ MOST_NAMED = 2
 """Settings that are named, each of which is enough."""
 _STEPS = 6
 """Of a ladder, each with half of the one before."""
-_SHARES = {ENGINES["sglang"]: "memory_fraction", ENGINES["vllm"]: "gpu_memory_utilization"}
+SHARES = {ENGINES["sglang"]: "memory_fraction", ENGINES["vllm"]: "gpu_memory_utilization"}
 _WIDTHS = {ENGINES["sglang"]: "tensor_parallel", ENGINES["vllm"]: "tensor_parallel_size"}
 
 
@@ -147,7 +147,7 @@ def _of_training(plan: Plan, workers: Sequence[WorkerPlan]) -> Iterator[list[Cha
 def _of_engines(workers: Sequence[WorkerPlan]) -> Iterator[list[Changes]]:
     """The same of fewer samples at once."""
     for name, worker in {worker.name.pool: worker for worker in workers if worker.generates}.items():
-        share, option = gpu_share(worker), _SHARES.get(str(worker.engine))
+        share, option = gpu_share(worker), SHARES.get(str(worker.engine))
         if share is None or option is None:
             yield [{f"layout.pools.{name}.slots": value} for value in _halves(worker.slots)]
         else:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from distflow.config.yamlfile import shown
+from distflow.errors import Problem
 from distflow.flow.estimate import GPU_PROCESS, LIBRARY_BYTES, Estimate, estimate
 from distflow.flow.gpus import first_gpus, width
-from distflow.flow.memory import ASSUMED_GPU, consumer_bytes
-from distflow.flow.memory_cures import FITS, Cures
+from distflow.flow.memory import ASSUMED_GPU, consumer_bytes, gpu_share
+from distflow.flow.memory_cures import FITS, SHARES, Cures
 from distflow.flow.plan import Plan, WorkerPlan
 from distflow.flow.sizes import DTYPE_BYTES, stored_dtype
-from distflow.flow.slots_fit import slots_fit
+from distflow.flow.slots_fit import SlotsFit, slots_fit
 from distflow.types import WorkerName
 
 GIB = 1 << 30
@@ -42,7 +43,7 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class HostCapacity:
-    """Memory of the GPUs of one host, in bytes."""
+    """Memory of one host and of its GPUs, in bytes."""
 
     name: str
     """Empty: the one that plans."""
@@ -50,6 +51,10 @@ class HostCapacity:
     """Of each, by its number there; empty if unknown."""
     firsts: Mapping[str, int] | None
     """The workers that it has, each with the number of its first GPU there; None: all, one after another."""
+    told: bool = True
+    """Whether the memory of its GPUs is known, rather than assumed."""
+    ram: int | None = None
+    """Bytes of its own memory; None if unknown."""
 
     def has(self, worker: str) -> bool:
         """Tell whether a worker runs here."""
@@ -57,6 +62,8 @@ class HostCapacity:
 
 
 UNSEEN = Capacity()
+MOST_SHARE = 95
+"""Hundredths of its GPU that an engine is told to take, at most."""
 RESERVE = 0.06
 """Share of a GPU that estimates leave free: for fragments between tensors, and for what libraries take besides."""
 
@@ -146,7 +153,9 @@ def memory_lines(plan: Plan, capacity: Capacity) -> list[str]:
             f"there would need: layout.pools.{next(iter(unsure))}.device=cuda"
         )
     if len(rows) > 1:
-        fitting = (use for use in _uses(placed(plan, capacity), capacity) if use.needed <= usable(use.there))
+        starved = {one.worker.name.pool for one in _tight(plan, capacity) if one.starved}
+        uses = [use for use in _uses(placed(plan, capacity), capacity) if not starved & use.pools]
+        fitting = (use for use in uses if use.needed <= usable(use.there))
         notes += [f"{use.workers}: {_verdict(use.needed, use.there)}" for use in fitting if use.needed]
         notes += [*_together(plan, capacity), *_narrower(plan)]
     if len(rows) > 1 and plan.owners:
@@ -203,26 +212,85 @@ def _narrower(plan: Plan) -> Iterator[str]:
             )
 
 
-def _slot_warnings(plan: Plan, capacity: Capacity) -> Iterator[str]:
-    """Of engines that have more slots than their memory has room for samples of the greatest length."""
+@dataclass(frozen=True, slots=True)
+class _Tight:
+    """The engines of a pool that have more slots than memory for as many samples of the greatest length."""
+
+    worker: WorkerPlan
+    """The first of those that have least."""
+    fit: SlotsFit
+    gpu: int
+    """Bytes of its GPU."""
+    known: bool
+    """Whether its GPU is known to have these, rather than assumed."""
+
+    @property
+    def starved(self) -> bool:
+        """Whether there is no room for one of them."""
+        return not self.fit.samples(self.fit.longest)
+
+    @property
+    def key(self) -> str:
+        """The key that says what share of its GPU the engine takes."""
+        option = SHARES.get(str(self.worker.engine))
+        return f"layout.pools.{self.worker.name.pool}.engine_options" + (f".{option}" if option else "")
+
+
+def _tight(plan: Plan, capacity: Capacity) -> Iterator[_Tight]:
     for pool in dict.fromkeys(worker.name.pool for worker in plan.workers):
         sizes = {w.name: gpu_bytes(capacity, str(w.name)) for w in plan.workers if w.name.pool == pool}
         seen = min(sizes.values())
-        fits = [slots_fit(plan, plan.worker(name), seen) for name, size in sizes.items() if size == seen]
-        few = [fit for fit in fits if fit is not None and fit.slots > fit.samples(fit.longest)]
-        if few and not few[0].samples(few[0].longest):
-            wider = "a pool of its own for generation (layout=split) with " if plan.pool(pool).homes else ""
+        for worker in [plan.worker(name) for name, size in sizes.items() if size == seen]:
+            fit = slots_fit(plan, worker, seen)
+            if fit is not None and fit.slots > fit.samples(fit.longest):
+                shares = [share for share in capacity.shares if share.has(str(worker.name)) and share.gpus]
+                yield _Tight(worker, fit, seen, any(share.told for share in shares))
+                break
+
+
+def room_problems(plan: Plan, capacity: Capacity, where: Callable[[str], str]) -> Iterator[Problem]:
+    """Find engines without memory for a single sample of the greatest length, on GPUs of which it is known."""
+    for one in _tight(plan, capacity):
+        if one.starved and one.known:
+            yield Problem(where(one.key), one.key, *_starved(plan, one))
+
+
+def _slot_warnings(plan: Plan, capacity: Capacity) -> Iterator[str]:
+    for one in _tight(plan, capacity):
+        pool, fit = one.worker.name.pool, one.fit
+        if one.starved:
+            yield " — ".join(_starved(plan, one))
+        else:
             yield (
-                f"an engine of {pool} has no room for a single sample of {few[0].longest:,} tokens on a GPU of "
-                f"{_gib(seen)} GiB: beside its weights there is room for {few[0].tokens:,} tokens — shorter samples, a "
-                f"larger GPU, or {wider}engines over several GPUs (engine_options)"
+                f"the {fit.slots} slots of an engine of {pool} are more than its {fit.of_longest}, on a "
+                f"GPU of {_gib(one.gpu)} GiB: where samples get that long, some wait or are computed again — "
+                f"layout.pools.{pool}.slots={fit.samples(fit.longest)}, or leave it if most are shorter"
             )
-        elif few:
-            yield (
-                f"the {few[0].slots} slots of an engine of {pool} are more than its {few[0].of_longest}, on a "
-                f"GPU of {_gib(seen)} GiB: where samples get that long, some wait or are computed again — "
-                f"layout.pools.{pool}.slots={few[0].samples(few[0].longest)}, or leave it if most are shorter"
-            )
+
+
+def _starved(plan: Plan, one: _Tight) -> tuple[str, str]:
+    """Say what an engine lacks that has no room for a single sample, and what cures it: the least share that does."""
+    pool, fit, share = one.worker.name.pool, one.fit, gpu_share(one.worker)
+    what = (
+        f"an engine of {pool} has no room for a single sample of {fit.longest:,} tokens on a GPU of {_gib(one.gpu)} "
+        f"GiB: beside its weights there is room for {fit.tokens:,} tokens"
+    )
+    if (least := _least_share(plan, one)) is not None:
+        return f"{what} in its share of {share:g}", f"{one.key}={least:g} or more"
+    wider = "a pool of its own for generation (layout=split) with " if plan.pool(pool).homes else ""
+    return what, f"shorter samples, a larger GPU, or {wider}engines over several GPUs (engine_options)"
+
+
+def _least_share(plan: Plan, one: _Tight) -> float | None:
+    """The least share of its GPU, in hundredths, with which the engine has room for a sample; None: none that leaves
+    room for others."""
+    option = SHARES.get(str(one.worker.engine))
+    for share in (hundredth / 100 for hundredth in range(1, MOST_SHARE + 1) if option is not None):
+        options = {**one.worker.engine_options, str(option): share}
+        fit = slots_fit(plan, dataclasses.replace(one.worker, engine_options=options), one.gpu)
+        if fit is not None and fit.samples(fit.longest):
+            return share
+    return None
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -250,7 +318,7 @@ def memory_data(plan: Plan, capacity: Capacity) -> dict[str, Any]:
         for one in placed(plan, capacity)
     ]
     seen = {"host": capacity.host, "gpus": list(capacity.gpus)}
-    hosts = [{"name": share.name, "gpus": list(share.gpus)} for share in capacity.hosts]
+    hosts = [{"name": share.name, "gpus": list(share.gpus), "host": share.ram} for share in capacity.hosts]
     told = {"each_consumer": consumer_bytes(plan), "warnings": list(warnings(plan, capacity))}
     return {"workers": workers, "this_host": seen, "hosts": hosts, **told}
 
@@ -272,13 +340,26 @@ def warnings(plan: Plan, capacity: Capacity) -> Iterator[str]:
                 f"up to {_gib(ASSUMED_GPU)} GiB (--gpu-gib says otherwise): "
                 f"{_verdict(one.estimate.device, ASSUMED_GPU)}{_cures(plan, [one], ASSUMED_GPU)}"
             )
-    needed, _ = host_sum(plan, all_placed)
-    if capacity.host is not None and needed > capacity.host:
-        yield (
-            f"this host has {_gib(capacity.host)} GiB of memory, and {len(all_placed)} worker(s) here may need "
-            f"{_gib(needed)}{_host_cures(plan, all_placed, capacity)}"
-        )
+    yield from _ram_warnings(plan, all_placed, capacity)
     yield from _slot_warnings(plan, capacity)
+
+
+def _ram_warnings(plan: Plan, all_placed: Sequence[Placed], capacity: Capacity) -> Iterator[str]:
+    """Of hosts that have less memory of their own than their workers take together; alike ones are told once."""
+    lacking: dict[tuple[int, int, int], list[str]] = {}
+    for share in capacity.shares:
+        here = [one for one in all_placed if share.has(one.estimate.worker)]
+        there = share.ram if capacity.hosts else capacity.host
+        needed = host_sum(plan, here)[0]
+        if there is not None and needed > there:
+            lacking.setdefault((needed, there, len(here)), []).append(share.name)
+    for (needed, there, count), names in lacking.items():
+        where = f"{_several(names)} has" if capacity.hosts else "this host has"
+        here = [one for one in all_placed if one.of == names[0]]
+        yield (
+            f"{where} {_gib(there)} GiB of memory, and {count} worker(s) {'there' if capacity.hosts else 'here'} may "
+            f"need {_gib(needed)}{_host_cures(plan, here, there, capacity)}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,6 +372,10 @@ class _Use:
     """The workers on the first of them."""
     there: int
     """Bytes that each has."""
+
+    @property
+    def pools(self) -> set[str]:
+        return {WorkerName.parse(one.estimate.worker).pool for one in self.here}
 
     @property
     def needed(self) -> int:
@@ -379,12 +464,17 @@ def _apart(here: Sequence[Placed], there: int) -> str:
     return f"on GPUs of their own (layout=split), training would take {_gib(models)} GiB and generation {_gib(engine)}"
 
 
-def _host_cures(plan: Plan, here: Sequence[Placed], capacity: Capacity) -> str:
+def _host_cures(plan: Plan, here: Sequence[Placed], there: int, capacity: Capacity) -> str:
     """What saves the host's memory: beside models on GPUs that is little, so fewer workers, on more hosts."""
-    spread = "fewer workers, or several hosts (--hosts)"
+    spread = f"fewer workers{' there' if capacity.hosts else ''}, or {'more' if capacity.hosts else 'several'} hosts"
+    spread += "" if capacity.hosts else " (--hosts)"
+    names = {one.estimate.worker for one in here}
     workers = [plan.worker(WorkerName.parse(one.estimate.worker)) for one in here if one.place == HOST]
-    bound, gpu = capacity.host or 0, gpu_bytes(capacity)
-    cures = Cures(plan, workers, lambda other: host_sum(other, placed(other, capacity))[0], bound, gpu)
+
+    def needed(other: Plan) -> int:
+        return host_sum(other, [one for one in placed(other, capacity) if one.estimate.worker in names])[0]
+
+    cures = Cures(plan, workers, needed, there, gpu_bytes(capacity))
     return "".join(f" — {words}" for words in (cures.words(), spread) if words)
 
 

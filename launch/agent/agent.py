@@ -99,6 +99,7 @@ class Agent:
         self._files = FileServer(self._run_dir, lambda: [*self._core.lives, self._name])
         self._handlers: dict[str, Callable[[Message], Mapping[str, Any] | None]] = {
             "status": lambda message: self._status(),
+            "record": lambda message: {"record": self._recorder.composed(self._peers.mesh, os.getpid()).as_text()},
             "stop": self._on_stop,
             "checkpointed": lambda message: note_checkpointed(message, self._core),
             "scale": lambda message: self._scaling.ask(message.body, self._peers.mesh),

@@ -363,7 +363,10 @@ class RestartPolicy:
             return None
         failure = self._explain(life.entry.name, ending)
         if self._term_at == FOREVER:
-            late = f"{life.entry.name} did not finish saving: no progress within limits.drain_s ({self._drain_s:g} s)"
+            late = (
+                f"{life.entry.name} did not save within limits.drain_s ({self._drain_s:g} s without progress), which a "
+                "micro-batch or a file may take longer than"
+            )
             failure = structs.replace(failure, message=f"{late} — increase it for the next run. {failure.message}")
         return failure
 

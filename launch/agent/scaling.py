@@ -13,7 +13,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
 from msgspec import structs
@@ -49,10 +49,22 @@ class _Request(Form, frozen=True):
 class _Scale(_Request, frozen=True):
     slots: dict[Annotated[str, msgspec.Meta(pattern=r"\A[0-9]{1,5}\Z")], Whole]
     leaving: frozenset[HostNumber] = frozenset()
+    further: dict[str, int] = msgspec.field(default_factory=dict)
 
 
 class _Reserve(_Request, frozen=True):
     hosts: Annotated[int, msgspec.Meta(ge=0, le=MOST_WORKERS)]
+
+
+class _Room(NamedTuple):
+    """Where new workers of a pool may go."""
+
+    slots: Mapping[int, int]
+    """Worker slots by host; empty: any host, however full."""
+    leaving: Container[int]
+    """Hosts that are to have none."""
+    taken: Mapping[str, int]
+    """New workers of other pools, and their hosts."""
 
 
 class Scaling:
@@ -91,20 +103,28 @@ class Scaling:
         return dict(self._decided)
 
     def ask(self, body: Mapping[str, Any], mesh: Gossip) -> dict[str, Any]:
-        """Decide on {"pool", "count", "slots", "leaving"}; answers {"was", "now", "trains", "joining", "leaving",
-        "hosts": {new or leaving worker: host's name}}.
+        """Decide on {"pool", "count", "slots", "leaving", "further"}; answers {"was", "now", "trains", "joining",
+        "leaving", "hosts": {new or leaving worker: host's name}}.
 
         `slots`: worker slots by host, for the only hosts that may take new workers; empty: any host, however full.
-        `leaving`: hosts that are to have none. Raises UserError with the reason if it cannot be done.
+        `leaving`: hosts that are to have none. `further`: how many workers other pools are to have; answers of them are
+        in "further". Raises UserError with the reason if any of it cannot be done: then nothing is.
         """
         request = read(body, _Scale, "scale")
-        pool, count = request.pool, request.count
-        before = self._present(pool, mesh)
-        self._check(pool, count)
         slots = {int(host): number for host, number in request.slots.items()}
-        after = self._placed(pool, count, before, mesh, slots, request.leaving)
-        if self._trains[pool]:
-            self._check_encryption(pool, after)
+        before, after, new = dict[str, Mapping[str, int]](), dict[str, dict[str, int]](), dict[str, int]()
+        for pool, count in {request.pool: request.count, **request.further}.items():
+            before[pool] = self._present(pool, mesh)
+            self._check(pool, count)
+            after[pool] = self._placed(pool, count, before[pool], mesh, _Room(slots, request.leaving, dict(new)))
+            if self._trains[pool]:
+                self._check_encryption(pool, after[pool])
+            new |= {name: host for name, host in after[pool].items() if name not in before[pool]}
+        # All of it is possible.
+        told = {pool: self._decide(pool, before[pool], after[pool], mesh) for pool in after}
+        return {**told.pop(request.pool), **({"further": told} if told else {})}
+
+    def _decide(self, pool: str, before: Mapping[str, int], after: dict[str, int], mesh: Gossip) -> dict[str, Any]:
         changed = {name: host for name, host in {**before, **after}.items() if (name in before) != (name in after)}
         if changed:
             number = max((known.stamp[0] for known in self.wanted(mesh).values()), default=0) + 1
@@ -112,7 +132,7 @@ class Scaling:
         names = {name: mesh.reports[host].entry.name if host in mesh.reports else "" for name, host in changed.items()}
         joining, gone = ([name for name in changed if (name in before) == known] for known in (False, True))
         told = {"joining": joining, "leaving": gone, "trains": self._trains[pool]}
-        return {"was": len(before), "now": count, "hosts": names, **told}
+        return {"was": len(before), "now": len(after), "hosts": names, **told}
 
     def reserve(self, body: Mapping[str, Any], mesh: Gossip, now: float) -> dict[str, Any]:
         """Reserve numbers for {"hosts"} further hosts, to bring {"pool"} to {"count"} workers.
@@ -281,26 +301,33 @@ class Scaling:
         count: int,
         before: Mapping[str, int],
         mesh: Gossip,
-        slots: Mapping[int, int],
-        leaving: Container[int] = (),
+        room: _Room,
     ) -> dict[str, int]:
         """The host of each worker: present ones stay, new ones go where slot and GPU are free and the pool has fewest.
 
         A name that was used on a host is used again there alone. Raises UserError if there is no room.
         """
+        slots, leaving = room.slots, room.leaving
         stay = [name for name, host in before.items() if host not in leaving]
         placed = {name: before[name] for name in sorted(stay, key=_index)[:count]}
         if len(placed) == count:
             return placed
         hosts = [host for host in self._candidates(pool, mesh, slots) if host not in leaving]
-        taken = Counter(host for host in hosts for name in _living(mesh, host) if name not in before)
+        coming = {**dict(self._coming(mesh)), **room.taken}
+        living = {name: host for host in hosts for name in _living(mesh, host)}
+        taken = Counter(host for name, host in {**living, **coming}.items() if name not in before)
         gpus = self._free_gpus(pool, count, before, mesh)
+        for name, host in room.taken.items():
+            gpus.hold(name, host)
         for name in (f"{pool}/{index}" for index in itertools.count()):
             load = Counter(placed.values())
             free = [host for host in hosts if not slots or load[host] + taken[host] < slots[host]]
             if not free:
                 short = count - len(placed)
-                raise UserError(f"scale: not enough slots: {short} workers cannot be placed — add hosts or slots")
+                raise UserError(
+                    f"scale: not enough slots: {short} workers of {pool} cannot be placed; nothing was changed — add "
+                    "hosts or slots"
+                )
             former = _former(name, mesh)
             there = [host for host in free if former in (None, host)]
             if name not in before and there:

@@ -91,7 +91,7 @@ def explain(key: str) -> int:
 def validate(recipe: str, overrides: tuple[str, ...], deep: bool, elsewhere: bool, hosts: Path | None) -> int:
     """Check RECIPE (a shipped name or a file): prints `ok`, or all problems with file, line and fix (exit code 2)."""
     from distflow.flow.lanes import ONE_HOST
-    from distflow.flow.memory_fit import UNSEEN
+    from distflow.flow.memory_fit import UNSEEN, room_problems
     from distflow.flow.memory_fit import warnings as memory_warnings
     from distflow.flow.model_fit import position_problems
     from distflow.flow.plan_text import notes_of
@@ -115,6 +115,7 @@ def validate(recipe: str, overrides: tuple[str, ...], deep: bool, elsewhere: boo
         problems += row_problems(plan, loaded.origin)
     placement = None if hosts is None else _placed(plan, hosts, loaded.origin)
     seen = UNSEEN if elsewhere else capacity_for(plan, placement)
+    problems += room_problems(plan, seen, loaded.origin)
     if deep:
         problems += check_imports(plan, loaded.origin)
     if problems:

@@ -58,6 +58,14 @@ TOOLS: Mapping[str, str] = {
     "sbatch": "to start as a Slurm job",
 }
 SOCKETS = Path("/tmp")
+LEFTOVERS, NAMED = "leftovers", 3
+KINDS = {"sockets": "socket folders", "shared": "shared segments", "process": "processes", "job": "files of jobs"}
+"""What leftovers are called, by the first word that is said of one."""
+REMOVE_ALL = (
+    "distflow doctor --json | {python} -c \"import json, sys; print(*(one['hint'] for one in "
+    "json.load(sys.stdin)['findings'] if one['name'] == 'leftovers' and one['text'].startswith('{kind} ')), "
+    "sep='\\n')\" | sh removes them; without `| sh` it lists what it would do"
+)
 YOUNG_S = 10.0
 """Newer files may belong to a run that is just starting, and are ignored."""
 SOCKET_CONNECT_S = 0.2
@@ -113,13 +121,31 @@ def _examine(runs_dir: Path, pythons: list[str]) -> list[Finding]:
 
 def _print(found: list[Finding]) -> None:
     width = max(len(finding.name) for finding in found)
-    for finding in found:
+    for finding in _summed(found):
         level = click.style(f"{finding.level:<4}", fg=COLOURS[finding.level])
         click.echo(f"{level}  {finding.name:<{width}}  {finding.text}")
         if finding.hint:
             click.echo(f"{'':4}  {'':{width}}  → {finding.hint}")
     counts = [sum(finding.level == level for finding in found) for level in COLOURS]
     click.echo("{} ok, {} warnings, {} failures".format(*counts))
+
+
+def _summed(found: list[Finding]) -> Iterator[Finding]:
+    """Leave all findings as they are but leftovers of one kind: if they are many, one line tells of them."""
+    kinds: dict[str, list[Finding]] = {}
+    for finding in found:
+        kind = finding.text.partition(" ")[0] if finding.name == LEFTOVERS and finding.hint else ""
+        if kind:
+            kinds.setdefault(kind, []).append(finding)
+        else:
+            yield finding
+    for kind, alike in kinds.items():
+        if len(alike) <= NAMED:
+            yield from alike
+            continue
+        first = ", ".join(finding.hint.split()[-1] for finding in alike[:NAMED])
+        text = f"{len(alike)} {KINDS.get(kind, kind)} of dead runs: {first}, …"
+        yield replace(alike[0], text=text, hint=REMOVE_ALL.format(python=shlex.quote(sys.executable), kind=kind))
 
 
 def check_python(version: tuple[int, ...]) -> Finding:
@@ -271,7 +297,7 @@ def _cpu_limit(path: Path) -> float | None:
 def check_leftovers(sockets: Path = SOCKETS, segments: Path = SEGMENTS) -> list[Finding]:
     """One finding per leftover of this user, or one that says there are none."""
     found = [*dead_sockets(sockets), *dead_segments(segments), *lost_processes()]
-    return found or [Finding("leftovers", "OK", "none from dead runs")]
+    return found or [Finding(LEFTOVERS, "OK", "none from dead runs")]
 
 
 def dead_sockets(root: Path) -> Iterator[Finding]:
@@ -279,9 +305,9 @@ def dead_sockets(root: Path) -> Iterator[Finding]:
     for path in filter(_is_old, sorted(root.glob(f"distflow-{os.getuid()}-*"))):
         if path.suffix == ".exit":
             if not _is_locked(path):
-                yield Finding("leftovers", "WARN", f"{path}: the job process that created it is gone", _removal(path))
+                yield Finding(LEFTOVERS, "WARN", f"job {path}: the process that created it is gone", _removal(path))
         elif not any(map(_listens, path.iterdir())):
-            yield Finding("leftovers", "WARN", f"sockets {path}: nothing listens there", _removal(path))
+            yield Finding(LEFTOVERS, "WARN", f"sockets {path}: nothing listens there", _removal(path))
 
 
 def dead_segments(root: Path) -> Iterator[Finding]:
@@ -291,7 +317,7 @@ def dead_segments(root: Path) -> Iterator[Finding]:
     for path in old:
         if str(path) not in mapped:
             size = path.stat().st_size / 2**20
-            yield Finding("leftovers", "WARN", f"shared segment {path} ({size:.1f} MiB): unused", _removal(path))
+            yield Finding(LEFTOVERS, "WARN", f"shared segment {path} ({size:.1f} MiB): unused", _removal(path))
 
 
 def lost_processes() -> Iterator[Finding]:
@@ -309,7 +335,7 @@ def lost_processes() -> Iterator[Finding]:
             text = f"process {process.pid} ({title}): its run in {run_dir} is over"
             here = (run_dir / "run.json").exists()
             hint = f"distflow stop {shlex.quote(str(run_dir))}" if here else f"kill {process.pid}"
-            yield Finding("leftovers", "WARN", text, hint)
+            yield Finding(LEFTOVERS, "WARN", text, hint)
 
 
 def _is_old(path: Path) -> bool:

@@ -106,13 +106,16 @@ def _hosts(options: Options) -> tuple[Host, ...] | None:
 def _show_plan(loaded: LoadedRecipe, plan: Plan, hosts: tuple[Host, ...] | None) -> int:
     from distflow.flow.plan_text import render_page
     from distflow.launch.deploy.host_checks import capacity_for
+    from distflow.launch.deploy.launcher import check_lengths
 
     if hosts is None:
+        check_lengths(loaded, plan, None)
         click.echo(render_page(plan, capacity_for(plan, None)))
         return 0
     from distflow.launch.deploy.placement import place_workers, placement_lines
 
     placement = place_workers(plan, hosts, loaded.origin)
+    check_lengths(loaded, plan, placement)
     click.echo(render_page(plan, capacity_for(plan, placement), placement.where))
     click.echo("\n".join(["", "hosts", *(f"  {line}" for line in placement_lines(plan, placement))]))
     return 0

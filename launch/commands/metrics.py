@@ -111,9 +111,14 @@ def _show(
 
 def read_runs(runs: Sequence[str], runs_dir: Path) -> dict[str, Steps]:
     """The merged metrics of these runs, or of the newest, by name; by path where two have the same name."""
+    from distflow.launch.deploy.multi_host import latest_record
     from distflow.launch.run.folder import find_run
+    from distflow.launch.run.record import FILE_NAME
 
     folders = list(dict.fromkeys(find_run(run, runs_dir) for run in runs or (None,)))
+    for folder in folders:
+        if (folder / FILE_NAME).is_file():
+            latest_record(folder)
     names = [folder.name for folder in folders]
     labels = [folder.name if names.count(folder.name) == 1 else str(folder) for folder in folders]
     return {label: read_steps(folder, _tell) for label, folder in zip(labels, folders, strict=True)}

@@ -53,10 +53,12 @@ def command(run: str | None, step: int | None, val: bool, limit: int | None, as_
 
     Where an environment wrote a part of a response, what the model wrote stands in brackets.
     """
+    from distflow.launch.deploy.multi_host import latest_record
     from distflow.launch.observe.file_sync import refresh
     from distflow.launch.run.folder import find_run
 
     run_dir = find_run(run, runs_dir)
+    latest_record(run_dir)
     for line in refresh(run_dir, ("rollouts",), "samples"):
         click.echo(line, err=True)
     samples = [

@@ -30,13 +30,23 @@ from distflow.launch.deploy.host_checks import link_problems
 from distflow.launch.deploy.hostfile import Host, read_hosts
 from distflow.launch.deploy.job_environment import forwarded
 from distflow.launch.deploy.monitor import Monitor
-from distflow.launch.deploy.multi_host import SHIP_S, HostsRequest, begin_agents, nonce_in, preflight, start_agents
+from distflow.launch.deploy.multi_host import (
+    SHIP_S,
+    HostsRequest,
+    begin_agents,
+    latest_record,
+    nonce_in,
+    note_hosts,
+    preflight,
+    start_agents,
+)
 from distflow.launch.deploy.placement import WorkerPlacement, likely_slots
 from distflow.launch.deploy.ssh import Transport
+from distflow.launch.observe.file_sync import is_outside
 from distflow.launch.observe.progress import AutoscaleDisplay, names_in
 from distflow.launch.observe.run_client import answer_of_an_agent, ask_all
 from distflow.launch.run.folder import SUBFOLDERS, find_run, mode_of, plugin_files, run_word, shipped_files, try_lock
-from distflow.launch.run.record import FILE_NAME, HOSTS, RunRecord, read_record
+from distflow.launch.run.record import FILE_NAME, HOSTS, RunRecord
 from distflow.metrics.autoscale import Autoscaler, AutoscaleRule, check_pool
 from distflow.types import WorkerName
 
@@ -82,7 +92,7 @@ def command(
     not in the run yet join it first. With POOL=auto the command stays, and adds and removes workers of a pool that
     generates by what the run measures, until it ends; Ctrl-C leaves the run as it is.
     """
-    record = read_record(find_run(run, runs_dir))
+    record = latest_record(find_run(run, runs_dir))
     if record.over:
         raise UserError(f"scale: {record.name} is over ({record.state}) — only a running run can be scaled")
     if change is not None and not leave and change.endswith(f"={AUTO}"):
@@ -95,8 +105,11 @@ def command(
         raise UserError("--min, --max: only with POOL=auto")
     slots = _slots_for(record, changes, given)
     body = {"slots": {str(number): free for number, free in slots.items()}, "leaving": sorted(changes.leaving)}
-    for pool, count in changes.counts.items():
-        click.echo(_told(pool, _ask(record, "scale", {**body, "pool": pool, "count": count})))
+    pool, *others = changes.counts
+    further = {other: changes.counts[other] for other in others}
+    answer = _ask(record, "scale", {**body, "pool": pool, "count": changes.counts[pool], "further": further})
+    for name, one in {pool: answer, **answer.get("further", {})}.items():
+        click.echo(_told(name, one))
     return None
 
 
@@ -265,7 +278,7 @@ def _add_hosts(record: RunRecord, wanted: _HostsToAdd, transport: Transport) -> 
     numbers = {name: number for number, name in enumerate(names)}
     added = _AddedHosts({numbers[host.name]: len(host.slots) for host in wanted.hosts}, (), ())
     try:
-        _check(wanted, answer["was"])
+        _check(record, wanted, answer["was"])
         if further:
             said = _Addition(record, wanted, here, further, answer["was"]).start(transport)
             added = replace(added, notes=said, joined=tuple(host.name for host in further))
@@ -275,8 +288,13 @@ def _add_hosts(record: RunRecord, wanted: _HostsToAdd, transport: Transport) -> 
     return added
 
 
-def _check(wanted: _HostsToAdd, was: int) -> None:
-    more, slots = sum(wanted.more(was).values()), sum(len(host.slots) for host in wanted.hosts)
+def _check(record: RunRecord, wanted: _HostsToAdd, was: int) -> None:
+    """Refuse what finds no places before any host joins."""
+    busy = Counter(record.hosts[entry.host].name for entry in record.workers)
+    leaving = {record.hosts[number].name for number in wanted.changes.leaving}
+    open_to = [host for host in wanted.hosts if host.name not in leaving]
+    more, slots = sum(wanted.more(was).values()), sum(max(0, len(host.slots) - busy[host.name]) for host in open_to)
+    free = "free " if any(busy[host.name] for host in open_to) else ""
     if more <= 0:
         raise UserError(
             f"scale --hosts: {', '.join(wanted.changes.counts)} has {was} workers already, and --hosts is only for "
@@ -284,7 +302,8 @@ def _check(wanted: _HostsToAdd, was: int) -> None:
         )
     if slots < more:
         raise UserError(
-            f"scale --hosts: {more} more workers, but the hosts together have {slots} slots — add hosts or slots"
+            f"scale --hosts: {more} more workers, but the hosts together have {slots} {free}slots — add hosts or "
+            "slots; nothing was changed"
         )
 
 
@@ -318,6 +337,8 @@ class _Addition:
             others = {n: entry.agent for n, entry in enumerate(self._here) if n not in self._record.silent}
             # From here on they belong to the run: if this process is interrupted they stay to its end, without workers.
             fleet.must("keep", {n: {} for n in checked})
+            if is_outside(self._record):
+                note_hosts(head_dir, self._hosts, {n: host.run_dir for n, host in checked.items()}, transport)
             begin_agents(self._hosts, agents, head_dir, limit_s, others)
         self._await_known(limit_s)
         return said

@@ -144,17 +144,17 @@ class Seen:
 
 def look(run_dir: Path) -> Seen:
     """Read the record of a run and ask its workers."""
+    from distflow.launch.deploy.multi_host import latest_record
     from distflow.launch.observe.run_client import worker_rows
     from distflow.launch.observe.wait_graph import UNRESPONSIVE, wait_graph
     from distflow.launch.run.exit_status import as_it_ended
     from distflow.launch.run.process_table import describe_state, is_lost, running
-    from distflow.launch.run.record import read_record
 
-    record = read_record(run_dir)
+    record = latest_record(run_dir)
     lost = is_lost(record)
     if lost:
         # It may have ended meanwhile.
-        record = read_record(record.path)
+        record = latest_record(record.path)
         lost = not record.over
     if lost:
         record = as_it_ended(record)
@@ -249,11 +249,9 @@ def _consumer_line(one: dict[str, Any]) -> str:
 
 
 def _steps(record: RunRecord) -> list[dict[str, float]]:
-    from distflow.metrics.merge import MetricsReader
+    from distflow.launch.observe.file_sync import read_steps
 
-    reader = MetricsReader(record.path)
-    reader.read()
-    return reader.merged()
+    return read_steps(record.path, lambda line: click.echo(line, err=True))
 
 
 def _other_count(record: RunRecord, steps: Sequence[Mapping[str, float]]) -> Iterator[str]:
@@ -324,13 +322,13 @@ def watch(run: str | None, runs_dir: Path) -> int:
     Returns the exit code of the run.
     """
     from distflow.launch.deploy.monitor import Monitor
+    from distflow.launch.deploy.multi_host import latest_record
     from distflow.launch.observe.progress import make_display
     from distflow.launch.observe.run_summary import tell_end
     from distflow.launch.run.folder import find_run, run_word
-    from distflow.launch.run.record import read_record
 
     run_dir = find_run(run, runs_dir)
-    first = read_record(run_dir)
+    first = latest_record(run_dir)
     try:
         record = Monitor(run_dir, make_display(first.training_steps)).only_look()
     except KeyboardInterrupt:
@@ -347,11 +345,11 @@ def watch(run: str | None, runs_dir: Path) -> int:
 def stacks(run: str | None, worker: str | None, everything: bool, runs_dir: Path) -> None:
     """Show where RUN's workers (default: the newest) are in your code and in the script, and what each waits for."""
     from distflow.errors import UserError
+    from distflow.launch.deploy.multi_host import latest_record
     from distflow.launch.observe.run_client import stacks_of
     from distflow.launch.run.folder import find_run
-    from distflow.launch.run.record import read_record
 
-    record = read_record(find_run(run, runs_dir))
+    record = latest_record(find_run(run, runs_dir))
     names = [entry.name for entry in record.workers]
     if worker is not None and worker not in names:
         raise UserError(f"--worker {worker}: {record.name} has no such worker — there are: {', '.join(names)}")

@@ -70,9 +70,9 @@ def _hand_over(python: str, document: Path, incarnation: int, run_dir: Path) -> 
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
 def logs(run: str | None, worker: str | None, follow: bool, lines: int, runs_dir: Path) -> None:
     """Print the logs of RUN (default: the newest)."""
+    from distflow.launch.deploy.multi_host import latest_record
     from distflow.launch.observe.file_sync import refresh
     from distflow.launch.run.folder import find_run
-    from distflow.launch.run.record import read_record
 
     run_dir = find_run(run, runs_dir)
     for line in refresh(run_dir, ("logs",), "logs"):
@@ -80,7 +80,7 @@ def logs(run: str | None, worker: str | None, follow: bool, lines: int, runs_dir
     fetched = time.monotonic()
     offsets = {path: _print_last(path, lines) for path in _logs(run_dir, worker)}
     while follow:
-        over = read_record(run_dir).over
+        over = latest_record(run_dir).over
         if time.monotonic() - fetched > FETCH_EVERY_S:
             refresh(run_dir, ("logs",), "logs")
             fetched = time.monotonic()

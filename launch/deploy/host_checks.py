@@ -149,7 +149,7 @@ def capacity() -> Capacity:
 
 
 def capacity_for(plan: Plan, placement: WorkerPlacement | None, gpu_gib: float | None = None) -> Capacity:
-    """Return what the plan is judged by: the memory of this machine, or that of the GPUs of each host that it is for.
+    """Return what the plan is judged by: the memory of this machine, or that of the hosts that it is for.
 
     `gpu_gib`: what each GPU has, before what is seen here and what the hosts file says.
     """
@@ -163,7 +163,9 @@ def capacity_for(plan: Plan, placement: WorkerPlacement | None, gpu_gib: float |
         if firsts := {name: placement.places[name].slot for name in placement.on(number)}:
             gib = gpu_gib or host.gpu_gib
             each = like if gib is None else int(gib * GIB)
-            hosts.append(HostCapacity(host.name, (each,) * (max(host.slots) + 1) if each else (), firsts))
+            each_gpu = (each,) * (max(host.slots) + 1) if each else ()
+            ram = None if host.ram_gib is None else int(host.ram_gib * GIB)
+            hosts.append(HostCapacity(host.name, each_gpu, firsts, gib is not None, ram))
     # Workers of other hosts do not share this one's memory.
     return Capacity(None, hosts=tuple(hosts))
 

@@ -3,7 +3,7 @@
 Our own additions to a line: `address=10.0.0.3` (what the other hosts connect to), `python=/path/to/python`,
 `dir=/path` (the folder of runs on that host), `site=frankfurt` (where it stands: what leaves a site is compressed, and
 weights enter it once), `cost=2.5` (of a slot for an hour, in any currency, for `distflow plan --optimize`),
-`gpu_gib=80` (memory of each of its GPUs, for `distflow plan`).
+`gpu_gib=80` (memory of each of its GPUs) and `ram_gib=1000` (its own memory), by which `distflow plan` judges.
 `gpu[1-4]` is a line for each, as Slurm writes names; `user@gpu-1` logs in as that user;
 ports and keys belong in the ssh configuration.
 """
@@ -25,7 +25,7 @@ from distflow.types import MOST_WORKERS
 _NAME = re.compile(r"(?:(?P<user>[A-Za-z0-9._-]+)@)?(?P<host>[A-Za-z0-9][A-Za-z0-9._-]*)")
 _SITE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _COST = re.compile(r"[0-9]{1,9}(\.[0-9]{0,9})?|\.[0-9]{1,9}")
-_WORDS = ("slots", "max_slots", "address", "python", "dir", "site", "cost", "gpu_gib")
+_WORDS = ("slots", "max_slots", "address", "python", "dir", "site", "cost", "gpu_gib", "ram_gib")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,8 @@ class Host:
     """Of each slot for an hour; None: not given."""
     gpu_gib: float | None = None
     """Memory of each of its GPUs, in GiB; None: not given."""
+    ram_gib: float | None = None
+    """Its own memory, in GiB; None: not given."""
 
     @property
     def login(self) -> str:
@@ -192,13 +194,14 @@ def _host(words: Sequence[str], where: str, problems: list[Problem]) -> Host | N
     if "cost" in found and not _COST.fullmatch(found["cost"]):
         message = f"cost={found.pop('cost')} is not a price"
         problems.append(Problem(where, first, message, "write that of a slot for an hour, such as cost=2.5"))
-    if "gpu_gib" in found and not (_COST.fullmatch(found["gpu_gib"]) and float(found["gpu_gib"])):
-        message = f"gpu_gib={found.pop('gpu_gib')} is not the memory of a GPU"
-        problems.append(Problem(where, first, message, "write it in GiB, such as gpu_gib=80"))
+    for word, of, such in (("gpu_gib", "a GPU", 80), ("ram_gib", "a host", 1000)):
+        if word in found and not (_COST.fullmatch(found[word]) and float(found[word])):
+            message = f"{word}={found.pop(word)} is not the memory of {of}"
+            problems.append(Problem(where, first, message, f"write it in GiB, such as {word}={such}"))
     address, python, folder = (found.get(word) for word in ("address", "python", "dir"))
     site, cost = found.get("site", ""), float(found["cost"]) if "cost" in found else None
-    gib = float(found["gpu_gib"]) if "gpu_gib" in found else None
-    return Host(name["host"], tuple(range(slots)), where, name["user"], address, python, folder, site, cost, gib)
+    gib, ram = (float(found[word]) if word in found else None for word in ("gpu_gib", "ram_gib"))
+    return Host(name["host"], tuple(range(slots)), where, name["user"], address, python, folder, site, cost, gib, ram)
 
 
 def _settings(words: Sequence[str], host: str, where: str, problems: list[Problem]) -> Iterator[tuple[str, str]]:

@@ -19,6 +19,7 @@ from distflow.cluster.processes import Outcome
 from distflow.comm.processes import module_command
 from distflow.config.load import LoadedRecipe
 from distflow.errors import RecipeError, UserError
+from distflow.flow.memory_fit import UNSEEN, room_problems
 from distflow.flow.memory_fit import warnings as memory_warnings
 from distflow.flow.model_fit import position_problems
 from distflow.flow.plan import Plan
@@ -39,6 +40,7 @@ from distflow.launch.deploy.host_checks import (
     absent_data,
     absent_models,
     capacity,
+    capacity_for,
     job_notes,
     problems_here,
     row_problems,
@@ -57,7 +59,7 @@ from distflow.launch.deploy.job_environment import (
 )
 from distflow.launch.deploy.launch_request import AS_WRITTEN, RECIPE, Options, check_lineage, overridden, recipe_of
 from distflow.launch.deploy.monitor import Interrupts, Monitor
-from distflow.launch.deploy.multi_host import HostsRequest, fetch_record, start_on_hosts
+from distflow.launch.deploy.multi_host import HostsRequest, forget_hosts, note_hosts, start_on_hosts
 from distflow.launch.deploy.placement import (
     WorkerPlacement,
     begin_with,
@@ -199,7 +201,7 @@ def check_here(options: Options, loaded: LoadedRecipe, plan: Plan) -> None:
 
 def launch_by_ssh(options: Options, loaded: LoadedRecipe, plan: Plan, hosts: tuple[Host, ...]) -> int:
     """Start a run on the hosts of a file and watch it; returns the exit code."""
-    transport = Transport(options.ssh_config, tuple(shlex.split(options.ssh_options)))
+    transport = transport_of(options)
     placement = place_workers(plan, hosts, loaded.origin)
     ways = SshWays(dict(enumerate(hosts)), transport)
     if ways.here:
@@ -208,6 +210,11 @@ def launch_by_ssh(options: Options, loaded: LoadedRecipe, plan: Plan, hosts: tup
         placement = begin_with(placement, ways.here)
         ways = SshWays(dict(enumerate(placement.hosts)), transport)
     return launch_on(options, loaded, plan, placement, ways)
+
+
+def transport_of(options: Options) -> Transport:
+    """Return how ssh is called."""
+    return Transport(options.ssh_config, tuple(shlex.split(options.ssh_options)))
 
 
 def launch_on(options: Options, loaded: LoadedRecipe, plan: Plan, placement: WorkerPlacement, ways: Ways) -> int:
@@ -222,26 +229,25 @@ def launch_on(options: Options, loaded: LoadedRecipe, plan: Plan, placement: Wor
         display = make_display(plan.batch.training_steps)
         interrupts = Interrupts(display)
         started = start_on_hosts(request, ways, interrupts.hear)
-
-        def fetch() -> RunRecord | None:
-            return fetch_record(placement.hosts, ways, started.run_dirs, contents.head_dir)
-
-        monitor = Monitor(
-            contents.head_dir,
-            display,
-            addresses=started.addresses,
-            fetch=None if started.shares_folder else fetch,
-            interrupts=interrupts,
-        )
+        forget_hosts(contents.head_dir)
+        if not started.shares_folder:
+            note_hosts(contents.head_dir, dict(enumerate(placement.hosts)), started.run_dirs, transport_of(options))
+        monitor = Monitor(contents.head_dir, display, addresses=started.addresses, interrupts=interrupts)
         return monitor, started.notes
 
     return _launch(options, loaded, plan, placement, start)
 
 
-def _launch(options: Options, loaded: LoadedRecipe, plan: Plan, placement: WorkerPlacement | None, start: Start) -> int:
-    """Claim a run folder, start the agents, watch. Raises RecipeError for samples longer than a model's positions."""
-    if problems := [*position_problems(plan, loaded.origin)]:
+def check_lengths(loaded: LoadedRecipe, plan: Plan, placement: WorkerPlacement | None) -> None:
+    """Raise RecipeError for samples longer than a model's positions, or than an engine has memory for."""
+    fits = room_problems(plan, capacity_for(plan, placement), loaded.origin)
+    if problems := [*position_problems(plan, loaded.origin), *fits]:
         raise RecipeError(problems)
+
+
+def _launch(options: Options, loaded: LoadedRecipe, plan: Plan, placement: WorkerPlacement | None, start: Start) -> int:
+    """Claim a run folder, start the agents, watch. Raises RecipeError for samples that are too long."""
+    check_lengths(loaded, plan, placement)
     made = not options.runs_dir.exists()
     run_dir, lock, resume = _folder(options, plan)
     click.echo(str(run_dir))
@@ -435,7 +441,8 @@ def _prepared(options: Options, created: list[Path], size: JobSize, notes: dict[
     is there now, and what the job may lack. Raises RecipeError or HostsError for workers that find no places in it."""
     loaded, plan = recipe_of(options, need_files=False)
     check_job(plan, size, loaded.origin)
-    notes |= dict.fromkeys(job_notes(plan, loaded.origin, size))
+    # What each GPU of the job has is not known here.
+    notes |= dict.fromkeys((*job_notes(plan, loaded.origin, size), *memory_warnings(plan, UNSEEN)))
     name = plan.run_name if options.name is None else options.name
     if options.dry_run and options.resume:
         run_dir = existing_run_folder(options.runs_dir, name, explicit=options.name is not None)

@@ -11,17 +11,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import chain, count, takewhile
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
 from msgspec import structs
 
-from distflow.cluster.processes import HostEntry, agent_name
+from distflow.cluster.processes import agent_name
 from distflow.errors import UserError
+from distflow.launch.deploy.multi_host import record_by_ssh
 from distflow.launch.deploy.stop_run import StopProgress, stop_run
 from distflow.launch.observe.alerts import WINDOW, Alerts, where_time_went
-from distflow.launch.observe.file_sync import TELL_EVERY_S, refresh, told
+from distflow.launch.observe.file_sync import TELL_EVERY_S, is_outside, record_of_agents, refresh, told
 from distflow.launch.observe.progress import REWARD, Display, RunStatus
 from distflow.launch.observe.run_client import Row, ask_all, ask_any_agent, without_agents, worker_rows
 from distflow.launch.run.exit_status import as_it_ended
@@ -50,7 +51,6 @@ PACE_STEPS, LEAST_PACE = 50, 3
 FETCH_EVERY_S = 2.0
 """How often metrics are fetched from hosts that do not share the run folder."""
 
-Fetch = Callable[[], RunRecord | None]
 NO_AGENTS: Mapping[int, str] = {}
 
 
@@ -216,8 +216,7 @@ class Monitor:
     """Shows one run until it is over.
 
     `agent`: the agent of a run on this machine only, which we start. `addresses`: of the agents we started on hosts, by
-    host number. `fetch`: copies the record and the metrics here if no agent writes to this machine's run folder; None
-    if one does. `interrupts`: may already be counting.
+    host number. `interrupts`: may already be counting.
     """
 
     def __init__(
@@ -227,14 +226,12 @@ class Monitor:
         agent: AgentHere | None = None,
         *,
         addresses: Mapping[int, str] = NO_AGENTS,
-        fetch: Fetch | None = None,
         interrupts: Interrupts | None = None,
     ) -> None:
         self._run_dir = run_dir
         self._display = display
         self._agent = agent
         self._addresses = {agent_name(number): address for number, address in addresses.items()}
-        self._fetch = fetch
         self._status = StatusReader(run_dir, display)
         self._interrupts = interrupts or Interrupts(display)
         self._asked_at = -math.inf
@@ -300,18 +297,9 @@ class Monitor:
             if "collecting" in answer and now - self._collecting_at >= TELL_EVERY_S:
                 self._collecting_at = now
                 self._display.say(told(answer["collecting"]))
-            if self._fetch is not None:
-                self._note(record, answer)
+            if is_outside(record):
+                record = record_of_agents(self._reachable(record)) or record
         return structs.replace(record, state="running") if self._told == "running" else record
-
-    def _note(self, record: RunRecord, answer: Mapping[str, Any]) -> None:
-        """Keep the record where no agent does: its state, and hosts that have joined since."""
-        entries = {int(number): HostEntry(**entry) for number, entry in answer["hosts"].items()}
-        hosts = {**dict(enumerate(record.hosts)), **entries}
-        known = tuple(hosts[number] for number in takewhile(hosts.__contains__, count()))
-        roster = {**record.roster, **{name: address for name, address in answer["roster"].items() if address}}
-        if record.hosts and (found := structs.replace(record, state=self._told, hosts=known, roster=roster)) != record:
-            found.write()
 
     def _reachable(self, record: RunRecord) -> RunRecord:
         """The record, with addresses of agents filled in that it does not have yet."""
@@ -320,7 +308,7 @@ class Monitor:
 
     def _unheard(self, record: RunRecord) -> RunRecord:
         # Agents exit when the run is over; their record says how it ended.
-        found = (None if self._fetch is None else self._fetch()) or record
+        found = record_by_ssh(self._run_dir) or record
         if not found.over and not self._silent and time.monotonic() - self._heard_at > UNHEARD_S:
             self._silent = True
             self._display.say("no host agent answers; the workers continue without them")
@@ -328,8 +316,10 @@ class Monitor:
 
     def _lost_or_unreached(self, record: RunRecord) -> RunRecord:
         if is_lost(record):
-            record = read_record(self._run_dir)
+            record = record_by_ssh(self._run_dir) or read_record(self._run_dir)
             return record if record.over else as_it_ended(record)
+        if (found := record_by_ssh(self._run_dir)) is not None and found.over:
+            return found
         if record.hosts and time.monotonic() - self._heard_at > UNREACHED_S:
             raise UserError(f"{self._run_dir}: no host agent of this run can be reached from here")
         if not self._silent and (line := without_agents(record)):
@@ -360,7 +350,7 @@ class Monitor:
             return True
         if self._agent is None:
             # They may have left in order after the first interrupt; then it is in their record how the run ended.
-            if at_once and (self._fetch is None or (ended := self._fetch()) is None or not ended.over):
+            if at_once and ((ended := record_by_ssh(self._run_dir)) is None or not ended.over):
                 raise KeyboardInterrupt
             return at_once
         if signal_to(record.pids.get(AGENT), signal.SIGTERM):

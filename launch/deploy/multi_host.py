@@ -14,16 +14,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import click
+import msgspec
 from msgspec import structs
 
 import distflow
 from distflow.comm.client import ask
 from distflow.comm.keys import key_file, read_keys
+from distflow.data.decoding import Form
 from distflow.errors import Problem, ProtocolError, UserError
 from distflow.launch.agent.host_facts import HostFacts
 from distflow.launch.agent.remote_helper import connect
 from distflow.launch.agent.start import agent_command
-from distflow.launch.deploy.fan_out import Fleet, Note, Ways, reachable_address
+from distflow.launch.deploy.fan_out import Fleet, Note, SshWays, Ways, reachable_address
 from distflow.launch.deploy.folder_contents import (
     CODE,
     CheckedHost,
@@ -42,10 +44,13 @@ from distflow.launch.deploy.host_checks import (
 )
 from distflow.launch.deploy.hostfile import Host, HostsError
 from distflow.launch.deploy.placement import WorkerPlacement, disk_for, needs_of
+from distflow.launch.deploy.ssh import Transport
+from distflow.launch.observe.file_sync import is_outside, record_of_agents
 from distflow.launch.run.exit_status import log_file
 from distflow.launch.run.folder import mode_of, plugin_files, shipped_files
-from distflow.launch.run.record import FILE_NAME, RunRecord, read_record
+from distflow.launch.run.record import FILE_NAME, HOSTS, RunRecord, read_record
 from distflow.runtime.checkpoint.commit import COMMIT, step_of
+from distflow.runtime.disk import replace_file
 
 SHIP_S = 120.0
 START_S = 60.0
@@ -54,6 +59,7 @@ TELL_EVERY_S = 10.0
 _OWN_RECORD: Mapping[int, Path] = {}
 AT_ONCE = 64
 NO_AGENTS: Mapping[int, str] = {}
+SSH_NOTES = f"{HOSTS}/ssh.json"
 PATTERNS = (FILE_NAME, "metrics/*.jsonl", "workers/*.failure.json", "workers/*.troubles.txt")
 _FETCHED = re.compile(rf"{re.escape(FILE_NAME)}|metrics/[^/\0]+\.jsonl|workers/[^/\0]+\.(failure\.json|troubles\.txt)")
 """PATTERNS again: whatever a host answers, nothing else is written here."""
@@ -368,12 +374,73 @@ def begin_agents(
         raise HostsError(problems)
 
 
-def fetch_record(hosts: Sequence[Host], ways: Ways, run_dirs: Mapping[int, Path], head_dir: Path) -> RunRecord | None:
+class _SshHost(Form, frozen=True):
+    host: Host
+    run_dir: str
+
+
+class _SshNotes(Form, frozen=True):
+    """How a machine that is no host of a run reaches those that are: for the end of the run, when no agent answers."""
+
+    config: str | None
+    options: tuple[str, ...]
+    hosts: dict[int, _SshHost]
+
+    @property
+    def transport(self) -> Transport:
+        return Transport(None if self.config is None else Path(self.config), self.options)
+
+
+def note_hosts(head_dir: Path, hosts: Mapping[int, Host], run_dirs: Mapping[int, Path], transport: Transport) -> None:
+    """Keep in the run folder how further hosts of a run are reached by ssh, for `record_by_ssh`."""
+    before = _read_notes(head_dir)
+    found = {n: _SshHost(host, str(run_dirs[n])) for n, host in hosts.items()}
+    config = None if transport.config is None else str(transport.config.absolute())
+    notes = _SshNotes(config, transport.options, {**({} if before is None else before.hosts), **found})
+    (head_dir / HOSTS).mkdir(exist_ok=True)
+    replace_file(head_dir / SSH_NOTES, msgspec.json.encode(notes))
+
+
+def forget_hosts(head_dir: Path) -> None:
+    """Remove what `note_hosts` has kept of an earlier launch."""
+    (head_dir / SSH_NOTES).unlink(missing_ok=True)
+
+
+def _read_notes(head_dir: Path) -> _SshNotes | None:
+    try:
+        return msgspec.json.decode((head_dir / SSH_NOTES).read_bytes(), type=_SshNotes)
+    except (FileNotFoundError, msgspec.MsgspecError):
+        return None
+
+
+def record_by_ssh(head_dir: Path) -> RunRecord | None:
+    """Fetch the record of a run, its metrics and failures from hosts that share no folder with this machine; None
+    where that was not launched from here, or no host gives one."""
+    notes = _read_notes(head_dir)
+    if notes is None:
+        return None
+    hosts = {n: one.host for n, one in notes.hosts.items()}
+    ways = SshWays(hosts, notes.transport)
+    return fetch_record(hosts, ways, {n: Path(one.run_dir) for n, one in notes.hosts.items()}, head_dir)
+
+
+def latest_record(run_dir: Path) -> RunRecord:
+    """Read `run.json`, which a machine outside of the run first brings up to date: from its agents, and once none
+    answers by ssh, with the metrics. Raises UserError as `read_record` does."""
+    record = read_record(run_dir)
+    if record.over or not is_outside(record):
+        return record
+    return record_of_agents(record) or record_by_ssh(run_dir) or record
+
+
+def fetch_record(
+    hosts: Mapping[int, Host], ways: Ways, run_dirs: Mapping[int, Path], head_dir: Path
+) -> RunRecord | None:
     """Copy metrics, failures and the record into `head_dir`; returns the record, or None if no host has one.
 
     Hosts that cannot be reached are skipped; a record that says the run is over is preferred.
     """
-    with Fleet(dict(enumerate(hosts)), ways, nonce="") as fleet:
+    with Fleet(hosts, ways, nonce="") as fleet:
         fleet.open()
         given = {n: {"folder": str(run_dirs[n]), "patterns": PATTERNS} for n in fleet.reached}
         found = fleet.ask("find", given)[0]

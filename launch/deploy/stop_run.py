@@ -15,6 +15,8 @@ from msgspec import structs
 from distflow.cluster.processes import STOPPED, Outcome, agent_name
 from distflow.errors import DistflowError
 from distflow.launch.agent.start import lock_host
+from distflow.launch.deploy.multi_host import latest_record
+from distflow.launch.observe.file_sync import is_outside
 from distflow.launch.observe.run_client import Row, ask_all, ask_any_agent, worker_rows
 from distflow.launch.run.exit_status import as_it_ended, finish
 from distflow.launch.run.folder import run_word
@@ -53,12 +55,15 @@ def stop_run(run_dir: Path, timeout_s: float, tell: Callable[[str], None] = lamb
     Returns a line for everything that was ended or removed; `tell` gets lines about what it waits for. Raises
     DistflowError if something is left, or may be left on a host that cannot be reached.
     """
-    record = read_record(run_dir)
+    record = latest_record(run_dir)
     parts = parts_here(record)
     before = [process for part in parts for process in processes_of(part)]
     lines = describe(before)
     unheard = _unheard(record)
-    alive = bool(before) or _goes_on_elsewhere(record)
+    there = _goes_on_elsewhere(record)
+    alive = bool(before) or there
+    if there and not before:
+        lines.append(f"its processes on {_listed([entry.name for entry in record.hosts], record.numbers)}")
     if alive and (timeout_s > 0 or record.hosts):
         asked = _ask(run_dir, at_once=timeout_s == 0)
         # With no time to save, only hosts where nothing can be killed from here are waited for.
@@ -73,7 +78,7 @@ def stop_run(run_dir: Path, timeout_s: float, tell: Callable[[str], None] = lamb
             lines += [line for line in late if line not in lines]
             lines += sweep(run_dir, part.host)
         _check(run_dir, parts, unheard)
-        record = read_record(run_dir)
+        record = latest_record(run_dir)
         if not record.over:
             # A run that had ended by itself before was not stopped.
             told = structs.replace(record, state="stopped", exit_code=STOPPED) if alive else as_it_ended(record)
@@ -87,11 +92,12 @@ def _check(run_dir: Path, parts: Iterable[HostPart], unheard: Iterable[int]) -> 
     left = [line for part in parts for line in leftovers(part)]
     if left:
         raise DistflowError(f"{run_dir}: these could not be ended: {'; '.join(left)}")
-    record = read_record(run_dir)
+    record = latest_record(run_dir)
     if record.over:
         return
     names = [entry.name for entry in record.hosts] or ["the machine it was launched on"]
-    hosts = [entry.host for entry in record.workers if _goes_on_there(record, entry.name)]
+    listed = () if _unlisted(record) else record.workers
+    hosts = [entry.host for entry in listed if _goes_on_there(record, entry.name)]
     if hosts := hosts or [*unheard]:
         raise DistflowError(
             f"{run_dir}: processes on {_listed(names, hosts)} cannot be stopped from here: no agent answers "
@@ -109,8 +115,8 @@ def _listed(names: Sequence[str], hosts: Iterable[int]) -> str:
 
 
 def _unlisted(record: RunRecord) -> bool:
-    """Whether the record lists no process: that of a head that shares no folder with the hosts. The agents know."""
-    return bool(record.hosts) and not record.pids
+    """Whether only the agents know what runs: this machine is outside of the run, or no process is listed yet."""
+    return is_outside(record) or (bool(record.hosts) and not record.pids)
 
 
 def _answering(record: RunRecord) -> list[int]:
@@ -160,7 +166,7 @@ def _await_end(
         left = await_end(processes, POLL_S)
         if not left:
             time.sleep(POLL_S)
-        record = read_record(run_dir)
+        record = latest_record(run_dir)
         if record.over:
             # Only agents can be left, and they are exiting.
             await_end(left, TERM_S)

@@ -20,10 +20,15 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import msgspec
+from msgspec import structs
+
 from distflow.comm.keys import key_file, read_keys
-from distflow.errors import DistflowError
+from distflow.data.decoding import Form, read
+from distflow.errors import DistflowError, ProtocolError
 from distflow.launch.observe.file_client import FileClient, NoAnswer, OutOfTime, ServedFile
 from distflow.launch.observe.file_server import WHOLE, head, inside
+from distflow.launch.observe.run_client import ask_any_agent
 from distflow.launch.run.record import HOSTS, RunRecord, read_record
 from distflow.log import logger
 from distflow.metrics.merge import MetricsReader
@@ -36,6 +41,8 @@ PATIENCE_S, LOOK_S = 3.0, 30.0
 STALL_S = 20.0
 """The same for a checkpoint, which takes as long as it takes: how long no piece may come."""
 TELL_EVERY_S = 10.0
+RECORD_S = 2.0
+"""How long to wait for an agent's record."""
 GIB = 1 << 30
 AT_ONCE = 16
 """Hosts that are asked at once."""
@@ -63,6 +70,10 @@ class _Wanted:
     def draft(self, name: str) -> Path:
         """Where a file of it lies until it is whole."""
         return self.folder / f"{name}.{self.commit.head_digest[:8]}.draft"
+
+
+class _Record(Form, frozen=True):
+    record: str
 
 
 class FileSync:
@@ -260,6 +271,31 @@ def apart(record: RunRecord) -> list[int]:
     return [host for host, entry in enumerate(record.hosts) if entry.nonce and _nonce(record, host) != entry.nonce]
 
 
+def is_outside(record: RunRecord) -> bool:
+    """Tell whether no agent of a run on hosts writes to this folder: that of a machine which only launched it."""
+    return bool(record.hosts) and not any(_nonce(record, host) for host in record.numbers)
+
+
+def record_of_agents(record: RunRecord) -> RunRecord | None:
+    """Bring the record of a run outside of which this machine is up to date, as an agent gives it; None: none does."""
+    answer = ask_any_agent(record, "record", {}, RECORD_S)
+    if answer is None:
+        return None
+    try:
+        found = msgspec.json.decode(read(answer, _Record, "answer to record").record, type=RunRecord)
+    except (msgspec.MsgspecError, ProtocolError) as error:
+        log.info("%s: an agent gives no record of this version of distflow (%s)", record.name, error)
+        return None
+    # An agent that has just begun may not have heard of the others yet, whose addresses are known here.
+    known = dict(enumerate(record.hosts))
+    hosts = tuple(known.get(n, one) if not one.agent else one for n, one in enumerate(found.hosts))
+    roster = {**found.roster, **{name: at for name, at in record.roster.items() if not found.roster.get(name, at)}}
+    found = structs.replace(found, run_dir=str(record.path), hosts=hosts, roster=roster)
+    if found != record:
+        found.write()
+    return found
+
+
 def _nonce(record: RunRecord, host: int) -> str | None:
     path = record.path / HOSTS / f"{host}.nonce"
     return path.read_text() if path.is_file() else None
@@ -301,6 +337,8 @@ def refresh(
     if not (run_dir / "run.json").is_file():
         return []
     record = read_record(run_dir)
+    if not record.over and is_outside(record):
+        record = record_of_agents(record) or record
     missing = apart(record)
     if record.over or not missing:
         return []

@@ -144,17 +144,23 @@ class Stacks:
 
 
 def stacks_of(record: RunRecord, workers: Sequence[str], *, everything: bool) -> list[Stacks]:
-    """The stacks of these workers, in order. Those on this machine that do not answer are sent SIGUSR2.
+    """The stacks of these workers, in order. Those on this machine that do not answer are sent SIGUSR2; of others that
+    do not, it is said where to ask.
 
     `everything`: include threads that are only in distflow's own code.
     """
-    alive = [name for name in workers if running(record.pids.get(name))]
+    alive = [name for name in workers if _may_run(record, name)]
     answers = ask_all(record, alive, "stacks", {}, ANSWER_S)
+    hosts = {entry.name: record.hosts[entry.host].name for entry in record.workers if record.hosts}
     found = []
     for name in workers:
         answer = answers.get(name)
         if answer is not None:
             found.append(_answered(record, name, answer, everything=everything))
+        elif name in alive and not running(record.pids[name]):
+            where = hosts.get(name, "another machine")
+            note = f"no answer within {ANSWER_S:g} s; `distflow stacks` on {where}, where it runs, asks it by a signal"
+            found.append(Stacks(name, record.pids[name].pid, note))
         elif name in alive:
             found.append(_by_signal(record, name))
         else:

@@ -17,6 +17,7 @@ from distflow.cluster.processes import STOPPED, Failure
 from distflow.config.schema import StopConfig
 from distflow.config.yamlfile import yaml_value
 from distflow.launch.observe.alerts import where_time_went
+from distflow.launch.run.exit_status import goes_on_from
 from distflow.launch.run.record import RunRecord
 from distflow.launch.run.resume import best_checkpoint
 from distflow.metrics.merge import MetricsReader, validated
@@ -218,8 +219,8 @@ def failure_report(record: RunRecord, failure: Failure) -> Iterator[str]:
     yield f"{record.name}: {failure.worker} failed ({failure.error}): {failure.message}"
     yield f"log: {failure.log}"
     if record.exit_code == STOPPED:
-        steps = [commit.step for _, commit in commits(checkpoints_of(record.path))]
-        found = f"the newest one here is of training step {max(steps)}" if steps else "there is none here"
-        then = "" if steps else ", so that a resume begins at training step 1"
-        yield f"it failed while the run was being stopped, and may have saved no last checkpoint: {found}{then}"
+        yield (
+            "it failed while the run was being stopped, and may have saved no last checkpoint: "
+            f"{goes_on_from(record.path)}"
+        )
     yield f"exit code {record.exit_code}"

@@ -15,6 +15,7 @@ from distflow.cluster.processes import FAULTY, STOPPED, Exit, Failure, Outcome, 
 from distflow.errors import WorkerFailed
 from distflow.launch.run.folder import run_options, run_word, try_claim
 from distflow.launch.run.record import RunRecord, read_record
+from distflow.runtime.checkpoint.commit import checkpoints_of, commits
 from distflow.runtime.disk import END_ROOM, write_last
 from distflow.runtime.process_record import ProcessRecord, read_process
 from distflow.types import WorkerName
@@ -63,13 +64,21 @@ def explain(run_dir: Path, worker: str, ending: Exit) -> Failure:
             worker, 3 if ending.code in (AGAIN, FAULTY) else int(told["exit_code"]), error, message, traceback, log
         )
     if ending.code is None:
-        hint = f"resume from the last checkpoint: `distflow launch … {run_options(run_dir)} --resume`"
         how = "was killed by" if ending.early is None else "ended with"
-        return Failure(worker, 3, "WorkerFailed", f"{worker} {how} {ending} — {hint}", "", log)
+        return Failure(worker, 3, "WorkerFailed", f"{worker} {how} {ending} — {goes_on_from(run_dir)}", "", log)
     code = ending.code if ending.code in KNOWN_CODES else 3
     odd = "" if code == ending.code else ": a plug-in or a library has ended its process, by os._exit for example"
     message = f"{worker} ended with {ending} without giving a reason{odd} — see its log"
     return Failure(worker, code, "WorkerFailed", message, "", log)
+
+
+def goes_on_from(run_dir: Path) -> str:
+    """Say which checkpoint of a run is here, and how to go on from it."""
+    command = f"`distflow launch … {run_options(run_dir)} --resume`"
+    steps = [commit.step for _, commit in commits(checkpoints_of(run_dir))]
+    if not steps:
+        return f"no checkpoint is here yet: {command} begins at training step 1"
+    return f"the checkpoint of training step {max(steps)} is here: {command} goes on from it"
 
 
 def _encodable(text: str) -> str:

@@ -54,6 +54,42 @@ def test_all_who_judge_the_memory_of_hosts_say_the_same(
     assert [one["of"] for one in memory["workers"]] == ["a", "b" if "\nb" in hosts else "a"]
 
 
+@pytest.mark.parametrize(
+    ("engine", "share"), [("vllm", "gpu_memory_utilization"), ("sglang", "memory_fraction")], ids=["vllm", "sglang"]
+)
+def test_all_who_judge_an_engine_without_room_for_a_sample_refuse_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], engine: str, share: str
+) -> None:
+    (tmp_path / "hosts").write_text("a slots=2 gpu_gib=80\n")
+    hosts = ["--hosts", str(tmp_path / "hosts")]
+    key = f"layout.pools.rollout.engine_options.{share}"
+    given = ["quickstart", LARGE, "models.policy.dtype=bfloat16", f"layout.pools.rollout.engine={engine}"]
+    given += ["layout.pools.rollout.count=1", "layout.pools.rollout.device=cuda", "layout.pools.trainer.device=cuda"]
+    words = [*given, f"+{key}=0.01"]
+    refused = []
+    for command in (["validate"], ["launch", "--dry-run", "--runs-dir", str(tmp_path)]):
+        assert run([*command, *words, *hosts]) == 2, command
+        refused.append([line for line in capsys.readouterr().err.splitlines() if "no room" in line])
+    assert refused[0] == refused[1]
+    (line,) = refused[0]
+    assert line.startswith(f"command line: {key} — an engine of rollout has no room for a single sample of ")
+    assert "there is room for 0 tokens in its share of 0.01 — " in line
+    least = line.rpartition("=")[2].removesuffix(" or more")
+    assert line.endswith(f"{key}={least} or more")
+    # It is the least with which it runs.
+    for tried, code in ((float(least), 0), (float(least) - 0.01, 2)):
+        assert run(["validate", *given, f"+{key}={tried:g}", *hosts]) == code, tried
+    capsys.readouterr()
+    assert run(["plan", *words, *hosts]) == 0
+    out = capsys.readouterr().out
+    assert "warning: an engine of rollout has no room" in out
+    assert "rollout/0: fits" not in out
+    assert "trainer/0: fits 80 GB" in out
+    # Of a job it is not known what its GPUs have: it is told.
+    assert run(["launch", *words, "--slurm", "nodes=2", "--dry-run", "--runs-dir", str(tmp_path)]) == 0
+    assert "note: an engine of rollout has no room for a single sample" in capsys.readouterr().err
+
+
 def test_each_host_is_told_what_its_workers_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "hosts").write_text("a slots=1\nb slots=2\nc slots=4\n")
     words = ["plan", "quickstart", "layout.pools.rollout.count=2", "layout.pools.trainer.hosts=[a]"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 
@@ -86,6 +87,42 @@ def test_stop_on_a_head_that_is_no_host_of_the_run_ends_it(cluster):
     await_that(
         lambda: [read_record(path).state for path in own_folders(cluster)] == ["stopped"] * 2, "the hosts' records"
     )
+    await_that(lambda: cluster.processes() == [], "the end of all agents")
+
+
+@pytest.mark.parametrize("end", ["by itself", "by stop"])
+def test_commands_on_a_machine_outside_of_the_run_tell_what_its_hosts_know(cluster, end):
+    """Nothing watches: the head has gone once the workers run."""
+    steps = 60 if end == "by itself" else 10000
+    fake = f"layout.pools.trainer.backend_options={{fake: {{steps: {steps}, step_s: 0.05}}}}"
+    hosts = hosts_file(cluster, "h1 slots=1", "h2 slots=2", shared=False)
+    code, _, err = cluster.launch(hosts, fake, f"run.training_steps={steps}", *FAKE_WORKERS, "--detach")
+    assert (code, err) == (0, "")
+    run_dir = cluster.runs_dir / "quickstart"
+
+    def told(*words):
+        done = cluster.distflow(words[0], "quickstart", *words[1:], "--runs-dir", str(cluster.runs_dir))
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    # Before the first step of a trainer its metrics are missing, but it says itself which step it does.
+    await_that(lambda: json.loads(told("status", "--json"))["step"] >= 2, "steps that the hosts have done")
+    if end == "by stop":
+        rows = json.loads(told("status", "--json"))["workers"]
+        known = {row["name"]: (row["state"], row["pid"]) for row in rows}
+        marks = read_record(own_folders(cluster)[0]).pids
+        assert known == {row["name"]: ("running", marks[row["name"]].pid) for row in rows}
+        assert {row["host"] for row in rows} == {"h1", "h2"}
+        assert "does not run" not in told("stacks")
+        before = json.loads(told("metrics", "--json"))[-1]["step"]
+        assert "(nothing was)" not in told("stop")
+        assert steps_of(run_dir)[-1] >= before
+    else:
+        await_that(lambda: cluster.processes() == [], "the end of all agents")
+    seen = json.loads(told("status", "--json"))
+    assert (seen["state"], seen["lost"]) == ("done" if end == "by itself" else "stopped", False)
+    assert {row["state"] for row in seen["workers"]} == {"ended"}
+    assert seen["step"] == max(steps_of(folder)[-1] for folder in own_folders(cluster))
     await_that(lambda: cluster.processes() == [], "the end of all agents")
 
 

@@ -138,6 +138,34 @@ def test_sockets_that_nobody_listens_on(short_folder: Path):
     assert f"sockets {dead}: nothing listens there" in texts
 
 
+def test_many_leftovers_of_a_kind_are_one_line_with_the_command_that_removes_them(
+    short_folder: Path, monkeypatch, capsys
+):
+    segments = short_folder / "shm"
+    segments.mkdir()
+    dead = [short_folder / f"distflow-{os.getuid()}-{n}" for n in range(5)]
+    unused = [segments / f"distflow-{n}" for n in range(2)]
+    for path in (*dead, *unused):
+        path.mkdir() if path in dead else path.write_text("weights")
+        old(path)
+    monkeypatch.setattr(doctor, "lost_processes", lambda: iter(()))
+    monkeypatch.setattr(doctor, "check_leftovers", lambda: check_leftovers(short_folder, segments))
+    assert distflow(["doctor"]) == 0
+    told = capsys.readouterr().out
+    lines = told.splitlines()
+    (at,) = [n for n, line in enumerate(lines) if "5 socket folders of dead runs" in line]
+    assert lines[at].endswith(f"{dead[0]}, {dead[1]}, {dead[2]}, …")
+    assert not any(str(path) in told for path in dead[3:])
+    assert all(f"shared segment {path} " in told for path in unused), "few are named"
+    assert distflow(["doctor", "--json"]) == 0
+    found = capsys.readouterr().out
+    assert sum(one["name"] == "leftovers" for one in json.loads(found)["findings"]) == 7
+    command = lines[at + 1].partition("→ ")[2].partition(" removes them")[0].removeprefix("distflow doctor --json | ")
+    subprocess.run(command, shell=True, input=found, text=True, check=True, timeout=60)
+    assert not any(path.exists() for path in dead)
+    assert all(path.exists() for path in unused)
+
+
 def test_files_for_exit_codes_that_nobody_will_write(tmp_path: Path):
     dead, alive, young = (tmp_path / f"distflow-{os.getuid()}-{name}.exit" for name in ("dead", "alive", "young"))
     for path in (dead, alive, young):
@@ -146,7 +174,7 @@ def test_files_for_exit_codes_that_nobody_will_write(tmp_path: Path):
     with alive.open("rb") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         (found,) = dead_sockets(tmp_path)
-    assert (found.text, found.hint) == (f"{dead}: the job process that created it is gone", f"rm -r {dead}")
+    assert (found.text, found.hint) == (f"job {dead}: the process that created it is gone", f"rm -r {dead}")
 
 
 def test_segments_that_nobody_maps(tmp_path: Path):

@@ -145,7 +145,8 @@ def test_a_trainer_that_did_not_save_in_time_is_told_with_the_limit_to_raise():
     assert (core.outcome.state, core.outcome.exit_code) == ("stopped", 130)
     assert core.outcome.failure is not None
     assert core.outcome.failure.message.startswith(
-        "trainer/0 did not finish saving: no progress within limits.drain_s (30 s) — increase it for the next run. "
+        "trainer/0 did not save within limits.drain_s (30 s without progress), which a micro-batch or a file may take "
+        "longer than — increase it for the next run. "
     )
 
 

@@ -78,7 +78,7 @@ def test_a_run_that_was_stopped_and_could_not_save_is_told_of_in_full_also_by_wa
     assert distflow(["watch", "--runs-dir", str(tmp_path)]) == 130
     out, err = capsys.readouterr()
     assert "it failed while the run was being stopped" in err
-    assert "there is none here, so that a resume begins at training step 1" in err
+    assert "no checkpoint is here yet: " in err
     assert "mine: stopped" in out
     assert not {"metrics", "rollouts", "--resume"} & set(out.split()), "there is nothing before the first training step"
 

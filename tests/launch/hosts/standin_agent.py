@@ -47,6 +47,8 @@ def main(run_dir: Path, number: int) -> int:
         if message.kind == "status":
             told.with_suffix(".asked").touch()
             endpoint.reply(message, {"state": state, "hosts": {}, "roster": {}})
+        if message.kind == "record":
+            endpoint.reply(message, {"record": structs.replace(read_record(run_dir), state=state).as_text()})
         if message.kind in ("mesh.begin", "stop"):
             endpoint.reply(message, {"state": state})
         if message.kind == "stop":

@@ -219,7 +219,7 @@ def test_only_what_was_asked_for_is_fetched_into_the_run_folder(line: ProbeLine,
         (there / name).parent.mkdir(parents=True, exist_ok=True)
         (there / name).write_text("of the host")
     RunRecord("mine", str(there), 40, (), {}, 30.0, 3, state="done").write()
-    hosts = parse_hosts("here", "hosts")
+    hosts = dict(enumerate(parse_hosts("here", "hosts")))
     found = fetch_record(hosts, Answering(line, [*others, FILE_NAME, *wanted]), {0: there}, head)
     assert found is not None
     assert (found.state, found.path) == ("done", head)
@@ -242,5 +242,6 @@ def test_a_record_that_was_cut_off_on_the_way_is_none(line: ProbeLine, tmp_path:
                 raise HostFault("the line to it was cut", "")
             return super().ask(verb, given, limit_s=limit_s)
 
-    assert fetch_record(parse_hosts("here", "hosts"), Cut(line, [FILE_NAME]), {0: there}, head) is None
+    hosts = dict(enumerate(parse_hosts("here", "hosts")))
+    assert fetch_record(hosts, Cut(line, [FILE_NAME]), {0: there}, head) is None
     assert [path.name for path in head.iterdir()] == [FILE_NAME]
