@@ -177,12 +177,18 @@ def _check_models(models: Mapping[str, ModelConfig], problems: Problems) -> None
 
 
 def _check_data(data: DataConfig, problems: Problems, section: str = "data") -> None:
-    """Prompts come from one source or from a mixture."""
+    """Prompts come from one source or from a mixture, whose sources have their own columns and arguments."""
     if data.source is None and not data.mix:
         hint = "a file such as prompts.jsonl, a folder of such files, or a function as module:name or ./file.py:name"
         problems.add(f"{section}.source", _MISSING, hint)
     elif data.source is not None and data.mix:
         problems.add(f"{section}.mix", "`source` is given too", "give one of them", others=(f"{section}.source",))
+    of_source = {"fields": data.fields, "with": data.with_} if data.mix else {}
+    for key, value in of_source.items():
+        if value:
+            message = f"it belongs to a single `source`, and {section}.mix has {', '.join(data.mix)}: none reads it"
+            hint = f"write it for each of them, as {section}.mix.{next(iter(data.mix))}.{key}.{next(iter(value))}"
+            problems.add(f"{section}.{key}", message, hint, others=(f"{section}.mix",))
 
 
 def _check_difficulty(difficulty: DifficultyConfig, problems: Problems) -> None:

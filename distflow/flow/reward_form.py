@@ -33,6 +33,14 @@ SCORE = ("data_source", SOLUTION, "ground_truth", "extra_info")
 OWN_KEYS = ("function", "weight")
 """Keys of one of several functions by name that are no settings of it."""
 _BATCHED = "solution_strs"
+_NEARLY: Mapping[str, str] = {
+    **dict.fromkeys(("source", "dataset", "data"), "data_source"),
+    **dict.fromkeys(("solution", "response", "response_str", "solution_string"), SOLUTION),
+    **dict.fromkeys(("gt", "truth", "ground_truths", "gold", "label", "reference_answer"), "ground_truth"),
+    **dict.fromkeys(("extra", "info", "extras", "extra_infos"), "extra_info"),
+    **{"prompt": "prompts", "completion": "completions", "completion_id": "completion_ids"},
+}
+"""What is written for a name by which functions of the forms score and lists are called, besides mere misspellings."""
 _ANSWERS = ("answer", "ground_truth", "gold_answers")
 """Names and keys by which functions reach the gold answer."""
 _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
@@ -132,6 +140,43 @@ def _is_word(node: ast.AST) -> bool:
     return named or (isinstance(node, ast.Constant) and isinstance(node.value, str))
 
 
+def mistaken_form(found: Signature, own: Collection[str]) -> tuple[str, str, str] | None:
+    """Tell which names keep a function from being of verl's or TRL's form, which it resembles: setting, message, cure.
+
+    None for one that resembles neither, and for one that can be called with a sample.
+    """
+    names = list(dict.fromkeys((*found.positional, *found.keywords)))
+    further = [name for name in found.required if name not in (*found.positional[:1], *own)]
+    if found.form == "sample" and not further:
+        return None
+    # What has a name of TRL's may have columns for the others.
+    for tool, forms, least, all_names in (("verl", ("sample", "score"), 2, SCORE), ("TRL", ("sample",), 1, LISTS)):
+        wrong = _nearly(names, all_names, own)
+        right = [name for name in names if name in all_names]
+        if wrong and len(wrong) + len(right) >= least and found.form in forms:
+            renamed = " and ".join(f"`{name}` to `{meant}`" for name, meant in wrong.items())
+            message = f"{', '.join(wrong)}: no name by which functions of {tool}'s form are called"
+            columns = " and columns" if tool == "TRL" else ""
+            called = f"called by keyword, with {', '.join(all_names)}{columns}"
+            return "", message, f"rename {renamed}: these functions are {called}"
+    return None
+
+
+def _nearly(names: Sequence[str], known: Sequence[str], own: Collection[str]) -> dict[str, str]:
+    """Find what is nearly one of the known names: by its spelling, or by its place among verl's parameters."""
+    found: dict[str, str] = {}
+    for n, name in enumerate(names):
+        if name in (*SCORE, *LISTS, *FURTHER, *own):
+            continue
+        free = [one for one in known if one not in names and one not in found.values()]
+        close = _NEARLY.get(name.lower()) or nearest(name, free, cutoff=0.75)
+        at_its_place = known[n] if known is SCORE and n < 3 and names[0] == known[0] else None
+        meant = close if close in free else at_its_place
+        if meant in free and meant is not None:
+            found[name] = meant
+    return found
+
+
 def form_complaint(found: Signature, own: Mapping[str, Any]) -> tuple[str, str, str] | None:
     """Tell what is wrong with a function of TRL's or verl's form and its settings: setting, message, and cure."""
     if _BATCHED in found.keywords:
@@ -140,6 +185,8 @@ def form_complaint(found: Signature, own: Mapping[str, Any]) -> tuple[str, str, 
     only = [name for name in found.positional if name not in found.keywords]
     if only:
         return "", f"it takes {', '.join(only)} by position alone", "it is called by keyword: remove the / behind them"
+    if (mistaken := mistaken_form(found, own)) is not None:
+        return mistaken
     others = [name for name in own if name not in found.keywords]
     mistyped = [name for name in others if nearest(name, OWN_KEYS, cutoff=0.8) is not None]
     if mistyped:  # also where a function takes any keyword
@@ -149,7 +196,8 @@ def form_complaint(found: Signature, own: Mapping[str, Any]) -> tuple[str, str, 
         return unknown[0], "unknown setting", did_you_mean(unknown[0], found.keywords)
     missing = [name for name in found.required if name not in (*SCORE, *own)] if found.form == "score" else []
     if missing:
-        return missing[0], "required, but not given", f"write it beside `function`: {{…, {missing[0]}: …}}"
+        cure = f"write it beside `function`: {{…, {missing[0]}: …}}; what verl calls with is {', '.join(SCORE)}"
+        return missing[0], "required, but not given", cure
     return None
 
 
@@ -207,9 +255,10 @@ def check_reward(call: str, function: object, own: Collection[str]) -> Signature
         found = signature(function)
     except (TypeError, ValueError) as error:
         raise PluginError(f"{call}: {function!r} has no signature: {error}") from error
-    if found.form == "sample":
-        check_call(call, function, ("sample",), tuple(own))
-    elif (wrong := form_complaint(found, dict.fromkeys(own))) is not None:
+    wrong = mistaken_form(found, own) if found.form == "sample" else form_complaint(found, dict.fromkeys(own))
+    if wrong is not None:
         setting, message, cure = wrong
         raise PluginError(f"{call}: {f'{setting}: ' if setting else ''}{message} — {cure}")
+    if found.form == "sample":
+        check_call(call, function, ("sample",), tuple(own))
     return found

@@ -14,7 +14,7 @@ from distflow.config.other_tools import meant
 from distflow.config.paths import shipped_steps
 from distflow.errors import PluginError, Problem, RecipeError, did_you_mean
 from distflow.flow.resolve import Source, find_named, find_source
-from distflow.flow.reward_form import OWN_KEYS, REWARD, find_signature, form_complaint
+from distflow.flow.reward_form import OWN_KEYS, REWARD, find_signature, form_complaint, mistaken_form
 from distflow.flow.step import within
 from distflow.flow.step_declaration import (
     COMPUTED,
@@ -310,11 +310,10 @@ def _function_complaints(
 def _reward_complaints(key: str, at: str, call: str, own: Mapping[str, Any]) -> list[Complaint] | None:
     """Of a reward function that is called by keyword, or that the file makes; None for one that gets a sample."""
     found = find_signature(call)
-    if found is None or found.form == "sample":
-        return None if isinstance(find_named(call), Source) else []
-    wrong = form_complaint(found, own)
+    sample = found is None or found.form == "sample"
+    wrong = None if found is None else (mistaken_form(found, own) if sample else form_complaint(found, own))
     if wrong is None:
-        return []
+        return None if sample and isinstance(find_named(call), Source) else []
     setting, message, hint = wrong
     return [(f"{key}.{setting}" if setting else at, f"{find_named(call).where}: {message}", hint)]
 

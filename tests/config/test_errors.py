@@ -450,3 +450,20 @@ def test_a_key_and_its_value_apart() -> None:
 def test_keys_as_options(capsys: pytest.CaptureFixture[str], options: list[str], message: str) -> None:
     assert run(["validate", "quickstart", *options]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("section", ["data", "val.data"])
+@pytest.mark.parametrize(("key", "name"), [("fields", "prompt"), ("fields", "answer"), ("with", "split")])
+def test_what_a_mixture_does_not_read_is_refused(tmp_path: Path, section: str, key: str, name: str) -> None:
+    """Columns and arguments belong to a source; what holds for all sources stands beside the mixture."""
+    for file in ("x", "y"):
+        (tmp_path / f"{file}.jsonl").write_text('{"prompt": "1=", "q": "2="}\n')
+    mix = f"{section}.mix={{a: {{source: {tmp_path}/x.jsonl}}, b: {{source: {tmp_path}/y.jsonl}}}}"
+    base = ("quickstart", (mix, "val.every=1", f"{section}.chat=false", f"{section}.shuffle=false"))
+    load_recipe(*base)
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(base[0], (*base[1], f"{section}.{key}.{name}=q"))
+    (problem,) = caught.value.problems
+    assert problem.key == f"{section}.{key}"
+    assert problem.message.endswith(f"{section}.mix has a, b: none reads it")
+    assert problem.hint == f"write it for each of them, as {section}.mix.a.{key}.{name}"

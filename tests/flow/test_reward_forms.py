@@ -4,6 +4,7 @@ make of the data."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,10 @@ import pytest
 
 from distflow.data.order import PromptOrder, PromptSettings, SourceUse
 from distflow.data.sources import PromptText
+from distflow.errors import PluginError, RecipeError
 from distflow.flow.recipe_check import check_imports, plan_recipe
+from distflow.flow.resolve import resolve
+from distflow.flow.reward_form import check_reward, find_signature, mistaken_form
 from distflow.runtime.owner_side import prompt_order, uses_of
 from tests.data.test_responses import Chat
 
@@ -130,3 +134,52 @@ def test_a_data_set_of_the_module_is_a_source(tmp_path: Path) -> None:
     assert check_imports(plan, loaded.origin) == []
     with pytest.raises(ValueError, match=r"data\.with — .*script\.py:1 makes the data set itself, which takes no"):
         plan_recipe("quickstart", [*given, "+data.with.size=3"])
+
+
+@pytest.mark.parametrize(
+    ("parameters", "renamed"),
+    [
+        ("data_source, solution, ground_truth, extra_info=None", {"solution": "solution_str"}),
+        ("data_source, solution_str, gt, extra_info=None", {"gt": "ground_truth"}),
+        ("data_source, solution_str, ground_truth, extra", {"extra": "extra_info"}),
+        ("data_source, solution_str, target, extra_info=None", {"target": "ground_truth"}),
+        (
+            "source, solution_str, groundtruth, *, info",
+            {"source": "data_source", "groundtruth": "ground_truth", "info": "extra_info"},
+        ),
+        ("prompt, completion, **kwargs", {"prompt": "prompts", "completion": "completions"}),
+        ("completion, answer", {"completion": "completions"}),
+    ],
+)
+def test_names_that_are_nearly_those_of_another_tool_are_told(
+    tmp_path: Path, parameters: str, renamed: dict[str, str]
+) -> None:
+    (tmp_path / "mine.py").write_text(f"def a({parameters}):\n    return 1.0\n")
+    call = f"{tmp_path}/mine.py:a"
+    found = find_signature(call)
+    assert found is not None
+    complaint = mistaken_form(found, ())
+    assert complaint is not None
+    told = " and ".join(f"`{name}` to `{meant}`" for name, meant in renamed.items())
+    assert complaint[2].startswith(f"rename {told}: these functions are called by keyword, with ")
+    with pytest.raises(RecipeError, match=re.escape(f"rename {told}")):
+        plan_recipe("quickstart", (f"flow.steps.reward.with.function={call}",))
+    with pytest.raises(PluginError, match=re.escape(f"rename {told}")):
+        check_reward(call, resolve(call), ())
+
+
+@pytest.mark.parametrize(
+    ("parameters", "own"),
+    [
+        ("sample, answer", ("answer",)),
+        ("completion", ()),
+        ("solution_str, ground_truth", ()),
+        ("data_source, solution_str, ground_truth, extra", ("extra",)),
+        ("completions, prompt, **kwargs", ()),
+    ],
+)
+def test_what_can_be_called_is_not_taken_for_a_mistake(tmp_path: Path, parameters: str, own: tuple[str, ...]) -> None:
+    (tmp_path / "mine.py").write_text(f"def a({parameters}):\n    return 1.0\n")
+    found = find_signature(f"{tmp_path}/mine.py:a")
+    assert found is not None
+    assert mistaken_form(found, own) is None
