@@ -485,7 +485,8 @@ class StepSetup:
     def look(self, task: asyncio.Task[Any]) -> None:
         """Tell of a task of its own that has failed."""
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._tell(error, f"has lost its task {task.get_coro().__qualname__}, which raised {type(error).__name__}")
+            what = getattr(task.get_coro(), "__qualname__", task.get_name())
+            self._tell(error, f"has lost its task {what}, which raised {type(error).__name__}")
 
     def _tell(self, error: BaseException, did: str) -> None:
         """Tell at once, and once, what has gone wrong while episodes share what it gives."""
