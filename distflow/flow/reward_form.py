@@ -104,6 +104,15 @@ def find_signature(call: str) -> Signature | None:
     return _made(found.made_by, found)
 
 
+def may_take_lists(call: str) -> bool:
+    """Tell whether what `call` names may be of the form lists, which gets conversations as messages.
+
+    True where its source does not tell. Raises PluginError if there is no such name.
+    """
+    found = find_signature(call)
+    return found is None or found.form == "lists"
+
+
 def needed_columns(found: Signature, own: Collection[str]) -> list[str]:
     """List the columns of the data without which a function of the form lists cannot be called. `own`: its settings."""
     given = (*LISTS, *FURTHER, *own)

@@ -53,7 +53,7 @@ from distflow.flow.imported_step import check_step
 from distflow.flow.memory import MIB
 from distflow.flow.plan import Plan, StepPlan
 from distflow.flow.resolve import resolve
-from distflow.flow.reward_form import find_signature
+from distflow.flow.reward_form import may_take_lists
 from distflow.flow.step import READ, reads_all_turns, response_tokens
 from distflow.flow.step_declaration import read_declaration
 from distflow.flow.step_settings import chosen_shipped
@@ -124,16 +124,8 @@ def uses_of(plan: Plan) -> Uses:
     if plan.reads is not None:
         return Uses(reading_of(plan), {}, {}, prompts=False)
     calls = dict(reward_calls(plan))
-    signatures = {call: find_signature(call) for call in calls}
-    forms = [None if found is None else found.form for found in signatures.values()]
-    # Of a function whose source does not tell, it is not known.
-    return Uses(
-        None,
-        needs_of(plan),
-        columns_called_with(plan),
-        prompts="lists" in forms or None in forms,
-        own=[*calls],
-    )
+    prompts = any(map(may_take_lists, calls))
+    return Uses(None, needs_of(plan), columns_called_with(plan), prompts=prompts, own=[*calls])
 
 
 def needs_of(plan: Plan) -> dict[str, str]:

@@ -156,7 +156,7 @@ def _placed(plan: Plan, file: Path, origin: Callable[[str], str]) -> WorkerPlace
 
 
 @click.command("test-plugin")
-@click.argument("plugins", nargs=-1, required=True, metavar="PLUGIN…")
+@click.argument("plugins", nargs=-1, required=True, metavar="PLUGIN… [KEY=VALUE]…")
 @click.option("--as", "kind", metavar="KIND", help="What it is, where its parameters do not tell it: reward, loss, ….")
 @click.option("--with", "settings", multiple=True, metavar="NAME=VALUE", help="A setting of the plug-in; repeatable.")
 @click.option("--data", metavar="SOURCE", help="Prompts and tasks for it: a file, or a function as data.source.")
@@ -165,7 +165,8 @@ def _placed(plan: Plan, file: Path, origin: Callable[[str], str]) -> WorkerPlace
 def test_plugin(
     plugins: tuple[str, ...], kind: str | None, settings: tuple[str, ...], data: str | None, limit: float, as_json: bool
 ) -> int:
-    """Test each PLUGIN (module:name, ./file.py:name, or a recipe: all that it names) on synthetic batches.
+    """Test each PLUGIN (module:name, ./file.py:name, or a recipe: all that it names with these overrides) on
+    synthetic batches.
 
     Prints what is wrong and how to mend it; exit code 1 if anything is.
     """

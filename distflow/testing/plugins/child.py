@@ -11,6 +11,7 @@ from typing import Any, TextIO
 from distflow.comm.users_code import end_copy
 from distflow.errors import DistflowError
 from distflow.flow.resolve import find_named
+from distflow.flow.reward_form import find_signature, needed_columns
 from distflow.testing.plugins.findings import IMPORTING, Level, SuiteReport
 from distflow.testing.plugins.mentions import made_up_tasks, needed_keys
 from distflow.testing.plugins.subjects import Subject
@@ -146,9 +147,13 @@ def _tasks(subject: Subject, report: SuiteReport) -> Tasks:
         rows = [{**texts, "rejected": f"other text {n}", "label": n % 2 == 0} for n in range(4)]
         return [("some prompt", json.dumps(row)) for row in rows]
     keys = needed_keys(find_named(subject.call).node)
-    made = [made_up_tasks(keys, value) for value in MADE_UP]
     if subject.kind != "reward":
-        return made[0]
+        return made_up_tasks(keys)
+    found = find_signature(subject.call) if subject.data_prompts else None
+    columns = [] if found is None else needed_columns(found, [*subject.settings])
+    # Which of the two data have, texts or conversations, is not known: a function of lists may be for either.
+    chats = (False, True) if subject.data_prompts else (False,)
+    made = [made_up_tasks([*keys, *columns], value, chat=chat) for chat in chats for value in MADE_UP]
     from distflow.testing.plugins.reward_suite import works_on
 
     report.begin(IMPORTING)

@@ -7,6 +7,8 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+from distflow.data.formats import PROMPT
+
 Shape = Literal["sample", "token", "text"]
 _FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 _READ_BY: dict[str, Shape] = {"dense": "sample", "ragged": "token", "padded": "token", "texts": "text"}
@@ -22,10 +24,22 @@ def needed_keys(node: ast.AST) -> list[str]:
     return [str(key.value) for keys in named for key in keys if isinstance(key, ast.Constant)]
 
 
-def made_up_tasks(keys: Sequence[str] = (), value: Callable[[int], Any] = str) -> list[tuple[str, str]]:
-    """Prompts whose tasks have a gold answer of a kind, as the docs have it, and these keys, and no others."""
+def made_up_tasks(
+    keys: Sequence[str] = (), value: Callable[[int], Any] = str, *, chat: bool = False
+) -> list[tuple[str, str]]:
+    """Prompts whose tasks have a gold answer of a kind, as the docs have it, and these keys, and no others.
+
+    `chat`: as of conversations, whose messages are in the task.
+    """
     given = ["answer", *keys]
-    return [(f"{n}=", json.dumps(dict.fromkeys(given, value(2 * n)))) for n in (1, 2, 6, 21, 30)]
+    return [
+        (f"{n}=", json.dumps({**({PROMPT: _said(n)} if chat else {}), **dict.fromkeys(given, value(2 * n))}))
+        for n in (1, 2, 6, 21, 30)
+    ]
+
+
+def _said(number: int) -> list[dict[str, str]]:
+    return [{"role": "user", "content": f"{number}="}]
 
 
 def shape_of(field: str, text: str) -> Shape:

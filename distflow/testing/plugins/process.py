@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import selectors
 import signal
 import subprocess
@@ -25,6 +26,7 @@ import yaml
 from distflow.config.paths import is_data_file
 from distflow.errors import UserError
 from distflow.flow.recipe_check import plan_recipe
+from distflow.flow.reward_form import may_take_lists
 from distflow.testing.plugins.findings import IMPORTING, PluginFinding, cut
 from distflow.testing.plugins.subjects import KINDS, Subject, absolute, check_kind, kind_of, subjects_of
 
@@ -36,6 +38,8 @@ FLOOD, TOO_MUCH = 1 << 16, 32 << 20
 SHOWN_OUTPUT = 2000
 QUIET_S = 3.0
 """So often it is told what a test is at."""
+_OVERRIDE = re.compile(r"~|\+{0,2}[A-Za-z_][\w.@]*=")
+"""What a word begins with that is an override of a recipe, and no plug-in."""
 _BOOT = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
     "from distflow.testing.plugins.child import serve; serve(*sys.argv[2:])"
@@ -70,16 +74,23 @@ def _line(finding: PluginFinding) -> str:
     return f"  {finding.level:5}  {text}"
 
 
-def find_subjects(names: Sequence[str], kind: str | None, settings: Sequence[str], data: str | None) -> list[Subject]:
-    """What is to be tested: plug-ins by name, and all that recipes name. Raises UserError."""
+def find_subjects(words: Sequence[str], kind: str | None, settings: Sequence[str], data: str | None) -> list[Subject]:
+    """What is to be tested: plug-ins by name, and all that recipes name, with the overrides among the words.
+
+    Raises UserError.
+    """
     if kind is not None:
         check_kind(kind)
     given = dict(_setting(text) for text in settings)
     source = None if data is None else _data(data)
+    overrides = [word for word in words if _OVERRIDE.match(word)]
+    names = [word for word in words if word not in overrides]
+    if overrides and all(":" in name for name in names):
+        raise UserError(f"{overrides[0]}: overrides belong to a recipe — name one, or --with NAME=VALUE for a plug-in")
     found, errors = list[Subject](), list[UserError]()
     for name in names:
         try:
-            found += [_named(name, kind, given, source)] if ":" in name else _of_recipe(name, kind, given)
+            found += [_named(name, kind, given, source)] if ":" in name else _of_recipe(name, overrides, kind, given)
         except UserError as error:
             errors.append(error)
     if len(errors) > 1:
@@ -91,13 +102,14 @@ def find_subjects(names: Sequence[str], kind: str | None, settings: Sequence[str
 
 def _named(name: str, kind: str | None, settings: Mapping[str, Any], data: str | None) -> Subject:
     call = absolute(name)
-    return Subject(name, call, kind or kind_of(call), settings, data)
+    kind = kind or kind_of(call)
+    return Subject(name, call, kind, settings, data, data_prompts=kind == "reward" and may_take_lists(call))
 
 
-def _of_recipe(name: str, kind: str | None, settings: Mapping[str, Any]) -> list[Subject]:
+def _of_recipe(name: str, overrides: Sequence[str], kind: str | None, settings: Mapping[str, Any]) -> list[Subject]:
     if kind is not None or settings:
         raise UserError(f"{name}: a recipe says itself what its plug-ins are and get; leave --as and --with out")
-    found = subjects_of(plan_recipe(name)[1])
+    found = subjects_of(plan_recipe(name, overrides)[1])
     if not found:
         raise UserError(
             f"{name}: the recipe names no plug-ins of your own — name one to test it: module:name or ./file.py:name"

@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 
+from distflow.data.formats import PROMPT
 from distflow.data.gold import FORMS, as_written, gold_answers
 from distflow.errors import UserError
 from distflow.testing.plugins.findings import IMPORTING, SuiteReport, cut
@@ -122,7 +123,7 @@ def _judges_together(
         _tell_unjudged(subject, report, samples, to)
         return False
     if not failed:
-        report.add("ok", f"judges {len(samples)} responses {to} by one call")
+        report.add("ok", f"judges {len(samples)} responses {to} by one call{_as_made_up(subject, samples[0])}")
         return True
     many = "all" if len(failed) == len(samples) else f"{len(failed)} of the"
     report.add(
@@ -131,6 +132,14 @@ def _judges_together(
         f"{failed[0].message}{_made_up(subject, samples[0])}",
     )
     return False
+
+
+def _as_made_up(subject: Subject, sample: Completion) -> str:
+    """Say in which of the two forms made-up completions are, since those of a run may be in the other."""
+    if subject.data is not None:
+        return ""
+    form = "lists of messages" if PROMPT in sample.task else "texts"
+    return f", made up as {form}: --data FILE gives it those of the data"
 
 
 def _tell_unjudged(subject: Subject, report: SuiteReport, samples: Sequence[Completion], to: str) -> None:

@@ -51,12 +51,21 @@ class AnyTokenizer:
         return str(turns)
 
 
-def open_data(source: str, settings: Mapping[str, Any], fields: Mapping[str, str]) -> tuple[SourceUse, PromptOrder]:
-    """A source and its prompts, in its own order. Raises DistflowError, with the user's frames first."""
+def open_data(
+    source: str,
+    settings: Mapping[str, Any],
+    fields: Mapping[str, str],
+    *,
+    prompts: bool = False,
+) -> tuple[SourceUse, PromptOrder]:
+    """A source and its prompts, in its own order; `prompts`: as in `PromptOrder`.
+
+    Raises DistflowError, with the user's frames first.
+    """
     config = SourceConfig.model_validate({"source": source, "with": dict(settings), "fields": dict(fields)})
     with user_code(f"the data source, when it was made with {dict(settings)}"):
         use = open_source("", config, resolve)
-        order = PromptOrder([use], AnyTokenizer(), PromptSettings(0, False, False, 1 << 30))
+        order = PromptOrder([use], AnyTokenizer(), PromptSettings(0, False, False, 1 << 30), prompts=prompts)
     return use, order
 
 
@@ -64,7 +73,8 @@ def tasks_of(subject: Subject, most: int) -> list[tuple[str, str]]:
     """The first prompts of the data that a plug-in is tested with, as text and task."""
     assert subject.data is not None, "asked for where there is some"
     data = str(subject.data)
-    _, order = open_data(data, subject.data_settings, subject.data_fields)
+    about = (data, subject.data_settings, subject.data_fields)
+    _, order = open_data(*about, prompts=subject.data_prompts)
     with user_code("the data source"):
         found = [order.of_any_length(position)[1] for position in islice(range(len(order)), most)]
     return [(prompt.text, prompt.task) for prompt in found]

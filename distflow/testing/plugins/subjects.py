@@ -12,10 +12,10 @@ from distflow.config.paths import HUB_PREFIX, is_data_file
 from distflow.config.yamlfile import shown
 from distflow.errors import PluginError, UserError, did_you_mean
 from distflow.flow.chosen_function import chosen_function
-from distflow.flow.data_check import keyed_sources
+from distflow.flow.data_check import keyed_sources, reward_calls
 from distflow.flow.plan import Plan, StepPlan
 from distflow.flow.resolve import Source, find_source, split_call
-from distflow.flow.reward_form import LISTS, SOLUTION, find_signature
+from distflow.flow.reward_form import LISTS, SOLUTION, find_signature, may_take_lists
 from distflow.flow.step_declaration import read_declaration, read_parameters
 from distflow.flow.step_settings import functions_of
 from distflow.flow.trackers import trackers_of
@@ -59,6 +59,8 @@ class Subject:
     """A data source, whose tasks it gets; None: tasks are made up."""
     data_settings: Mapping[str, Any] = field(default_factory=dict)
     data_fields: Mapping[str, str] = field(default_factory=dict)
+    data_prompts: bool = False
+    """Reward functions may ask for the messages of a conversation: they are in the task."""
 
     host: tuple[str, Mapping[str, Any]] | None = None
     """The step that calls it in a recipe, and the settings of that step; None: the shipped one."""
@@ -119,7 +121,12 @@ def subjects_of(plan: Plan) -> list[Subject]:
 def _named_in(plan: Plan) -> Iterator[Subject]:
     data: dict[str, Any] = {}
     for _, source in keyed_sources(plan.recipe.data):
-        data = data or {"data": source.source, "data_settings": source.with_, "data_fields": source.fields}
+        data = data or {
+            "data": source.source,
+            "data_settings": source.with_,
+            "data_fields": source.fields,
+            "data_prompts": any(may_take_lists(call) for call, _ in reward_calls(plan)),
+        }
         if not (is_data_file(source.source) or source.source.startswith(HUB_PREFIX)):
             yield Subject(_short(source.source), source.source, "source", source.with_, data_fields=source.fields)
     for step in plan.steps:
