@@ -23,6 +23,8 @@ FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort", "error")
 REWARD = "reward"
 """What samples are trained on: one finite number for each."""
 REWARD_PARTS = "rewards/"
+REWARD_MEAN = "critic/rewards/mean"
+"""The metric of the mean reward; that of a part is `rewards/NAME/mean`."""
 """Fields `rewards/<name>` hold the further parts that a reward function returns."""
 SEQUENCE = "sequence"
 """Field with the number of each row's sequence within its sample; absent where every sample is one row."""

@@ -13,10 +13,11 @@ from distflow.config.other_tools import WORDS
 from distflow.config.schema import ATTENTION
 from distflow.config.script import Expression
 from distflow.config.together import Default, Together, counts_of, mixture, word
-from distflow.config.trl_keys import AGGREGATES, training_steps
+from distflow.config.trl_keys import AGGREGATES, shipped_reward, training_steps
 
 _OPTIMIZER = "models.policy.optimizer"
 _FUNCTIONS = "flow.steps.reward.with.function"
+_SCORE = "score and val/avg@k are of the first that judges a sample: put correctness first"
 _TRL_OFF = "TRL does not validate: eval_strategy is no"
 
 
@@ -342,6 +343,8 @@ def _functions(found: Together, foreign: Foreign, given: Mapping[str, Any]) -> N
             name += f"_{number}"
         parts[name] = {"function": call, "weight": weight}
     found.made[_FUNCTIONS] = parts
+    if len(parts) > 1:
+        found.notes[_FUNCTIONS] = _SCORE
 
 
 def _function(found: Together, foreign: Foreign, node: ast.expr, number: int) -> tuple[str, str]:
@@ -359,7 +362,10 @@ def _function(found: Together, foreign: Foreign, node: ast.expr, number: int) ->
         )
     elif (call := _imported(foreign, text)) is not None:
         package = call.partition(":")[0].partition(".")[0]
-        told = f"{package}, which has {call}, is not installed for the Python of this command"
+        shipped = shipped_reward(call)
+        told = f"{package}, which has {call}, is not installed for the Python of this command: install it" + (
+            f", or in its place take {shipped}" if shipped else ""
+        )
         if package and find_spec(package) is None:
             found.assumed.append(told)
         return call.rpartition(":")[2].rpartition(".")[2], call

@@ -98,6 +98,20 @@ _ENGINE = Meaning(text="layout.pools.NAME.engine_options (docs/engines.md)")
 _SERVER = Meaning(text=NOTHING + "engines are workers")
 _HUB = Meaning(text="after the run: distflow export")
 _ROWS = Meaning(text=NOTHING + "rows are checked, and judged one by one")
+_SHIPPED = {
+    "accuracy_reward": "{function: math} with data.fields.answer=solution",
+    "think_format_reward": "{function: format, pattern: '<think>(?!.*<think>).*?</think>.*'}",
+    "get_soft_overlong_punishment": "{function: length_penalty, max_tokens: N, buffer: N}",
+}
+"""By name of a reward function of TRL, what does the same here."""
+
+
+def shipped_reward(call: str) -> str | None:
+    """Say what does here what a reward function of TRL, `trl.rewards:NAME`, does; None: nothing, or another one."""
+    module, _, name = call.partition(":")
+    return _SHIPPED.get(name) if module.partition(".")[0] == "trl" else None
+
+
 _BEST = Meaning(text="run.keep_best, a metric such as critic/score or val/avg@1, and run.keep_best_mode, max or min")
 _RESTORED = Meaning(text=ALWAYS + ": a checkpoint has all that the run goes on with")
 _TRACKIO = Meaning(text="run.trackers.trackio, options of that tracker (docs/trackers.md)")

@@ -29,6 +29,7 @@ RESPONSES = (CHOSEN, REJECTED, RESPONSE)
 """Responses; as conversations they have the prompt before their last turns."""
 _SPOKEN = (PROMPT, MESSAGES, TOOLS, ANSWER, *RESPONSES)
 """Columns that may hold messages or tools."""
+_NOT_OF_TASKS = (PROMPT, MESSAGES, TOOLS, *RESPONSES)
 _SEEN_OR_HEARD = ("images", "videos", "audios", "image", "video", "audio")
 """Columns of what no text says."""
 _BEGINS = ("prefix", "partial")
@@ -53,6 +54,8 @@ def check_columns(columns: Sequence[str], fields: Mapping[str, str]) -> None:
 def prompt_of(row: Mapping[str, Any], fields: Mapping[str, str]) -> PromptText:
     """Take the prompt out of a row; its task are all other columns. `fields`: names of columns by what they are.
 
+    A column that is named so, and is part of the task, stays there under its own name too: functions ask for either.
+
     Conversations say what the prompt is, whatever text stands beside them: `messages`, unless `fields` names the
     prompt, and responses. Raises UserError.
     """
@@ -61,6 +64,8 @@ def prompt_of(row: Mapping[str, Any], fields: Mapping[str, str]) -> PromptText:
     rest = {key: value for key, value in row.items() if key not in fields.values()}
     given = {**rest, **named}
     task = in_columns(given, named=PROMPT in fields)
+    own = [column for name, column in fields.items() if name not in _NOT_OF_TASKS and column in row]
+    task = {**{column: row[column] for column in own}, **task}
     if isinstance(row, TableRow):
         # Nulls that JSON text has were written by somebody.
         texts = {name for name, value in given.items() if isinstance(value, str)}

@@ -21,6 +21,8 @@ from distflow.flow.file_import import import_file, importing
 from distflow.flow.statements import Definition, imported_statements, is_main_guard, names_given
 from distflow.flow.step import ATTRIBUTE, StepSpec
 
+PARTS = "_parts"
+"""What ends the name of the file into which the parts of a script are copied that a recipe names."""
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
@@ -136,10 +138,7 @@ def find_named(call: str) -> Source | Value:
     place, name = split_call(call)
     file = Path(place) if place.endswith(".py") else _module_file(place, call)
     if not file.is_file():
-        beside = [path.name for path in file.parent.glob("*.py")] if file.parent.is_dir() else []
-        close = nearest(file.name, beside)
-        guess = f"; did you mean {file.parent / close}?" if close is not None else ""
-        raise PluginError(f"{call}: there is no file {file}{guess}")
+        raise PluginError(f"{call}: there is no file {file}{_instead(file, name)}")
     there = _names_of(file)
     if name in there.definitions:
         return Source(call, file, there.text, there.definitions[name], there.module)
@@ -153,6 +152,17 @@ def find_named(call: str) -> Source | Value:
         )
     known = did_you_mean(name, {*there.definitions, *there.assigned})
     raise PluginError(f"{call}: {file} defines no {name!r} at its top level; {known}")
+
+
+def _instead(file: Path, name: str) -> str:
+    """Say what may be meant by a file that is missing, or what to write into it."""
+    beside = [path.name for path in file.parent.glob("*.py")] if file.parent.is_dir() else []
+    script = f"{file.stem.removesuffix(PARTS)}.py"
+    if script in beside:
+        # Whoever imports the script itself may start its trainer.
+        return f" — write it, with {name!r} and what it needs of {script}, without what trains there"
+    close = nearest(file.name, beside)
+    return f"; did you mean {file.parent / close}?" if close is not None else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +237,7 @@ def _module_file(module: str, call: str) -> Path:
         if spec is None:
             raise PluginError(
                 f"{call}: there is no module {name!r} (a file is named ./file.py:name, relative to the recipe)"
+                f"{_replaced(call)}"
             )
         if depth == len(parts):
             if spec.origin is None or not spec.origin.endswith(".py"):
@@ -234,6 +245,13 @@ def _module_file(module: str, call: str) -> Path:
             return Path(spec.origin)
         search = list(spec.submodule_search_locations or [])
     raise AssertionError("a module name has at least one part")
+
+
+def _replaced(call: str) -> str:
+    from distflow.config.trl_keys import shipped_reward  # only where a module is missing
+
+    found = shipped_reward(call)
+    return "" if found is None else f" — install trl where workers run, or take {found} in its place"
 
 
 def named_function(setting: str, name: str, table: Mapping[str, FunctionT]) -> FunctionT:

@@ -15,7 +15,7 @@ from pathlib import Path
 from distflow.data.files import whole_lines
 from distflow.metrics.rollout_count import ONE_MORE, one_more_rollout
 from distflow.metrics.sums import EXPLAINED, SUM_SUFFIX, WEIGHT_SUFFIX, explained_variance
-from distflow.types import VAL, VAL_LOSS
+from distflow.types import REWARD_MEAN, REWARD_PARTS, VAL, VAL_LOSS
 
 SUMMED = ("_per_s", "/throughput", "/count", "/timeouts", "/errors", "/dropped")
 TRAINED = "timing_s/step"
@@ -163,7 +163,11 @@ def _weighted_mean(name: str, lines: list[Line]) -> float:
 
 
 def validated(steps: Iterable[Mapping[str, float]]) -> list[str]:
-    """The metrics of validation that tell how good a policy is, over all sources: `val/avg@4`, or `val/loss`."""
-    good = (f"{VAL}avg@", VAL_LOSS)
-    names = (name for step in steps for name in step if name.startswith(good))
-    return [name for name in dict.fromkeys(names) if "/" not in name.removeprefix(VAL)]
+    """The metrics of validation that tell how good a policy is, over all sources: `val/avg@4`, or `val/loss`.
+
+    Where the reward has parts, the score may be that of one alone: then the mean reward, too.
+    """
+    good, parts, mean = (f"{VAL}avg@", VAL_LOSS), f"{VAL}{REWARD_PARTS}", f"{VAL}{REWARD_MEAN}"
+    names = list(dict.fromkeys(name for step in steps for name in step if name.startswith(VAL)))
+    found = [name for name in names if name.startswith(good) and "/" not in name.removeprefix(VAL)]
+    return [*found, mean] if mean in names and any(name.startswith(parts) for name in names) else found

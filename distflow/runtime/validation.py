@@ -52,7 +52,7 @@ from distflow.runtime.owner_side import (
 from distflow.runtime.protocols import Tokenizer
 from distflow.runtime.steps import user_code
 from distflow.runtime.waits import WaitBoard
-from distflow.types import FINISH_REASONS, VAL, VALIDATION, Uid, is_validated
+from distflow.types import FINISH_REASONS, REWARD_MEAN, REWARD_PARTS, VAL, VALIDATION, Uid, is_validated
 
 log = logger(__name__)
 
@@ -122,6 +122,8 @@ class Validation:
         self._dumps, self._dump_fields = dumps, setting.plan.dump_fields
         self._taken: list[tuple[Batch, list[str]]] = []
         """Of the open round, for the dumps: groups, with the worker that generated each row."""
+        self._rewards: dict[str, list[float]] = {}
+        """Of the open round, by what training calls their mean: rewards and parts of the samples that have them."""
         self._lengths: list[int] = []
         self._cut = self._newer = self._failed = 0
         settings = val_settings(setting, self._prompts)
@@ -221,6 +223,8 @@ class Validation:
         given, failed = rows.dense("score" if "score" in rows else "reward"), left_out(rows)
         scores = given.masked_fill(failed, 0.0).tolist()
         self._failed += int(failed.sum())
+        for name, values in _rewards_of(rows, ~failed):
+            self._rewards.setdefault(name, []).extend(values)
         answers = [find_answer(text) for text in rows.texts("response_text")]
         uid = Uid(*rows.dense("uid")[0].tolist())
         self._graded[uid.prompt] = Graded(scores, answers, self._sources[uid.prompt])
@@ -230,18 +234,25 @@ class Validation:
 
     def _write(self, version: int) -> None:
         graded, lengths = [self._graded[prompt] for prompt in sorted(self._graded)], self._lengths
-        values = summary(graded) | {
-            "prompts": float(len(graded)),
-            "response_length/mean": fmean(lengths),
-            "response_length/clip_ratio": self._cut / len(lengths),
-            "newer_version_share": self._newer / len(lengths),
-            "failed": float(self._failed),
-        }
+        rewards = {name: fmean(found) for name, found in self._rewards.items() if found}
+        values = (
+            summary(graded)
+            | rewards
+            | {
+                "prompts": float(len(graded)),
+                "response_length/mean": fmean(lengths),
+                "response_length/clip_ratio": self._cut / len(lengths),
+                "newer_version_share": self._newer / len(lengths),
+                "failed": float(self._failed),
+            }
+        )
         named = {f"{VAL}{name}": value for name, value in values.items()}
         note_scores(self.scores, self._judged, version, named)
         self._writer.write(version, self._term, named, measured=False)
         average = f"avg@{self._plan.samples_per_prompt}"
-        log.info("validation after training step %d: %s %.4f", version, average, values[average])
+        shown = {average: values[average], **(rewards if len(rewards) > 1 else {})}
+        told = ", ".join(f"{name} {value:.4f}" for name, value in shown.items())
+        log.info("validation after training step %d: %s", version, told)
         if self._failed:
             log.warning(
                 "%d of %d samples that validate version %d failed, and score 0: generation or their reward raised an "
@@ -259,12 +270,21 @@ class Validation:
             )
         if self._dumps is not None:
             self._dumps.write(version, self._term, self._taken)
-        self._taken, self._graded, self._lengths = [], {}, []
+        self._taken, self._graded, self._lengths, self._rewards = [], {}, [], {}
         self._cut = self._newer = self._failed = 0
 
     def _is_newer(self, spans: Tensor) -> bool:
         """Whether a sample, with these spans of versions, is not of the version that is measured alone."""
         return bool((spans.reshape(-1, 4)[:, 1] != self._plan.versions[self._core.version]).any())
+
+
+def _rewards_of(rows: Batch, counted_B: Tensor) -> Iterator[tuple[str, list[float]]]:
+    """Yield the rewards and their parts of these rows, without parts that a row lacks, by the metric of their mean."""
+    for field in ("reward", *sorted(name for name in rows.columns if name.startswith(REWARD_PARTS))):
+        if field in rows:
+            values_B = rows.dense(field)
+            known_B = counted_B & ~values_B.isnan()
+            yield (REWARD_MEAN if field == "reward" else f"{field}/mean"), values_B[known_B].tolist()
 
 
 def judged_metrics(run: RunConfig) -> dict[str, str]:

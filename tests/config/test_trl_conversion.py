@@ -361,6 +361,7 @@ def test_options_of_trls_command_are_those_of_its_script(converted: Any, tmp_pat
     }
     functions = recipe["flow"]["steps"]["reward"]["with"]["function"]
     assert [part["function"] for part in functions.values()] == ["trl.rewards:think_format_reward", "my.module:other"]
+    assert "correctness first" in found.notes["flow.steps.reward.with.function"]
 
 
 def test_processes_and_held_out_rows_of_trls_command(converted: Any) -> None:

@@ -199,7 +199,9 @@ def test_columns_by_other_names(tmp_path: Path) -> None:
     use = opened(path, fields={"prompt": "question", "answer": "meta.solution", "size": "n"})
     prompt = order(use).prompt(0)
     assert prompt.text == "1="
-    assert json.loads(prompt.task) == {"meta": row["meta"], "answer": "1", "size": 3}
+    assert json.loads(prompt.task) == {"meta": row["meta"], "answer": "1", "size": 3, "n": 3}
+    named = json.loads(order(opened(path, fields={"prompt": "question", "answer": "n"})).prompt(0).task)
+    assert named == {"meta": row["meta"], "answer": 3, "n": 3}, "by both names"
     with pytest.raises(UserError, match=r"p\.jsonl:1: there is no column 'anser' \(data\.fields\.answer\); there are"):
         opened(path, fields={"prompt": "question", "answer": "anser"})
     with pytest.raises(UserError, match=r"q\.jsonl:1: there is no column 'prompt'.*, or remove data\.fields\.q=prompt"):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
+from distflow.launch.commands.rollouts import read_lines
 from distflow.workers.tokenizers import CharTokenizer
-from tests.e2e.runs import Launch
+from tests.e2e.runs import Launch, Run
 from tests.e2e.test_data_files import TEMPLATE
 
 SCRIPT = Path(__file__).with_name("trl_script.py")
@@ -17,6 +19,7 @@ defaults: [{base}, {{override layout: colocated}}, _self_]
 run: {{training_steps: 2}}
 batch: {{prompts: 4, samples_per_prompt: 4, ledgers: 4}}
 {model}
+val: {{prompts: 4, samples_per_prompt: 2}}
 data: {{source: "./grpo.py:dataset", max_prompt_tokens: 80}}
 flow:
   steps:
@@ -49,9 +52,25 @@ def check(launch: Launch, tmp_path: Path, recipe: str, within_s: float = 120.0) 
         assert (parts["solution"] is not None) == odd
         expected = parts["digits"] + 2.0 * (parts["solution"] or 0.0) + 0.1 * parts["warmup"]
         assert line["reward"] == pytest.approx(expected, abs=1e-4)
-    for measured in run.metrics():
+    steps = run.metrics()
+    check_validated(run, {int(one["step"]): one for one in steps})
+    for measured in steps[1:]:
         shares = [line["rewards"]["digits"] for line in lines if line["step"] == measured["step"]]
         assert measured["digit_share"] == pytest.approx(sum(shares) / len(shares), abs=1e-4)
+
+
+def check_validated(run: Run, measured: dict[int, dict[str, float]]) -> None:
+    """Validation shows the mean weighted reward, and that of each function over the samples that it judges."""
+    for step in (0, 2):
+        lines = read_lines(run.folder / "rollouts" / "val" / f"step_{step:06d}")
+        assert len(lines) == 4 * 2
+        expected = {"critic/rewards/mean": [line["reward"] for line in lines]}
+        for name in ("digits", "solution", "warmup", "variety"):
+            given = [line["rewards"][name] for line in lines]
+            expected[f"rewards/{name}/mean"] = [value for value in given if value is not None]
+        for name, values in expected.items():
+            assert measured[step][f"val/{name}"] == pytest.approx(fmean(values), abs=1e-4), name
+        assert measured[step]["val/avg@2"] == pytest.approx(fmean(line["score"] for line in lines), abs=1e-4)
 
 
 def test_a_tiny_model_trains_on_them(launch: Launch, tmp_path: Path) -> None:

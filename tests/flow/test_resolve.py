@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,31 @@ def test_modules_and_files_are_resolved(tmp_path: Path) -> None:
 def test_plugins_that_do_not_exist(call: str, message: str) -> None:
     with pytest.raises(PluginError, match=message):
         resolve(call)
+
+
+def test_a_training_script_is_not_proposed_for_its_parts(tmp_path: Path) -> None:
+    """To import it would train."""
+    for name in ("grpo.py", "rewards_2.py"):
+        (tmp_path / name).write_text("def brief(completions): ...\n")
+    with pytest.raises(PluginError, match=r"grpo_parts\.py — write it, with 'brief' and what it needs of grpo\.py"):
+        find_named(f"{tmp_path}/grpo_parts.py:brief")
+    with pytest.raises(PluginError, match=r"no file .*rewards_3\.py; did you mean .*rewards_2\.py\?"):
+        find_named(f"{tmp_path}/rewards_3.py:brief")
+
+
+@pytest.mark.parametrize(
+    "call, cure",
+    [
+        ("trl.rewards:accuracy_reward", r"install trl .* take \{function: math\} with data\.fields\.answer=solution"),
+        ("trl.rewards:think_format_reward", r"take \{function: format, pattern: '<think>"),
+        ("trl.rewards:other_reward", r"relative to the recipe\)$"),
+    ],
+)
+def test_rewards_of_trl_without_trl(call: str, cure: str) -> None:
+    if find_spec("trl") is not None:
+        pytest.skip("trl is installed")
+    with pytest.raises(PluginError, match=cure):
+        find_named(call)
 
 
 def test_a_file_that_raises_is_the_users_to_mend(tmp_path: Path) -> None:
