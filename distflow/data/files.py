@@ -23,7 +23,6 @@ from types import ModuleType
 from typing import IO, Any, Protocol
 
 import msgspec
-import numpy as np
 
 from distflow.config.data_files import data_files, kind_of
 from distflow.config.hub import not_found, settle_hub
@@ -44,7 +43,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 """Surrogates: JSON can escape half of a pair alone, but no encoding can write it."""
 _MOST_NESTED = 200
 """Lists and objects within each other; beyond some hundreds parsers give up, each elsewhere."""
-_NARROW = {"halffloat": np.float16, "float": np.float32}
+_NARROW = {"halffloat": "float16", "float": "float32"}
 """Arrow's floats of fewer digits than JSON's."""
 _TOO_DEEP = f"lists or objects are nested more than {_MOST_NESTED} deep — make it flatter, or a text"
 
@@ -381,7 +380,9 @@ def _plain(value: Any, kind: Any) -> Any:
     if isinstance(value, Decimal):
         return _number(value)
     if name in _NARROW and value is not None:
-        return float(str(_NARROW[name](value)))
+        import numpy as np  # commands that only read recipes do without
+
+        return float(str(np.dtype(_NARROW[name]).type(value)))
     return str(value) if isinstance(value, (date, time, timedelta)) else value
 
 

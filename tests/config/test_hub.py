@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from distflow.config.hub import settle_hub
 from distflow.launch.cli import run
 
 LOADS = """
@@ -64,6 +65,8 @@ def test_a_launch_names_the_model_before_it_starts_anything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    # Whether there is a network is found out once a process, and others may have asked in this one.
+    monkeypatch.setattr("distflow.config.hub.settle_hub", settle_hub.__wrapped__)
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "1=", "answer": "1"}) + "\n")
     words = [
         "models.policy.path=owner/none",
