@@ -58,6 +58,13 @@ _FUNCTIONS = frozenset(
         *("exp", "sqrt", "pi", "inf", "infinity", "mod", "gcd", "lcm", "max", "min", "and", "or", "det", "lim"),
     )
 )
+_ONE_NUMBER = r"[-−]?\$?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?%?"
+_SEVERAL = re.compile(
+    rf"(?:(?:either|one of|maybe|perhaps|probably|possibly)\s+)?{_ONE_NUMBER}"
+    rf"(?:(?:\s*(?:,|;|\?|\bor\b|\band\b))+\s*{_ONE_NUMBER})+\s*[.?!]*",
+    re.I,
+)
+"""Numbers among which a response leaves the choice to its reader."""
 
 _UNITS = {
     "mm": "mm millimeter millimetre",
@@ -105,9 +112,17 @@ def is_answer(response: str, gold: str, package: ModuleType, *, cut_off: bool = 
     """
     wanted = _gold(gold)
     finals = final_answers(western(response), cut_off=cut_off)
+    if re.fullmatch(_ONE_NUMBER, wanted) and any(_offers_several(one) for one in finals):
+        return False
     # What math-verify would find in the rest of a line is not always its answer.
     found = [(tidied(text), text, package if place == 0 else None) for place, text in enumerate(finals)]
     return any(_agrees(wanted, given, text, how) for given, text, how in found if given)
+
+
+def _offers_several(final: str) -> bool:
+    """Tell whether a final answer is nothing but several different numbers, of which the reader is to choose."""
+    text = final.strip().strip("*$: ")
+    return _SEVERAL.fullmatch(text) is not None and len(set(re.findall(_ONE_NUMBER, text))) > 1
 
 
 def _agrees(wanted: str, given: str, final: str, package: ModuleType | None) -> bool:

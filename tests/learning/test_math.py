@@ -151,9 +151,18 @@ RIGHT: list[tuple[object, str]] = [
     ("5", "所以答案是５。"),
     ("5", "\\boxed{５}"),
     ("3.5", "٣.٥"),
+    ("1234", "The answer is 1,234."),
+    ("12", "The answer is 12 or 12.0, as you like: 12"),
+    ("12", "**Answer:** 12, 12"),
     ("(3, 4)", "（3，4）"),
 ]
 WRONG: list[tuple[object, str]] = [
+    ("11", "The answer is 11 or 12"),
+    ("11", "The answer is 11, 12."),
+    ("11", "Answer: 11? 12?"),
+    ("12", "So the answer is either 12 or 13."),
+    ("11", "The final answer is: one of 11, 12, 13, 14 and 15"),
+    ("1,234", "The answer is 1,234 or 1,235."),
     ("11", "<think>11</think><answer>12</answer>"),
     ("11", "<think>it is \\boxed{11}"),
     ("11", "11</think>"),
