@@ -217,7 +217,9 @@ class EpisodeContext(StepContext):
 
     @state.setter
     def state(self, value: dict[str, Any]) -> None:
-        """There is none."""
+        """Take the empty one of every new context; raises UserError for another, which would be lost."""
+        if value:
+            raise self._elsewhere("state")
 
     @property
     def engine(self) -> Engine | None:
@@ -226,7 +228,9 @@ class EpisodeContext(StepContext):
 
     @engine.setter
     def engine(self, value: Engine | None) -> None:
-        """There is none."""
+        """Take the None of every new context; raises UserError for another."""
+        if value is not None:
+            raise self._elsewhere("engine")
 
     def _elsewhere(self, what: str) -> UserError:
         return UserError(
@@ -241,15 +245,20 @@ class ServedContext(StepContext):
     @property
     def state(self) -> dict[str, Any]:
         """Raises UserError."""
-        raise UserError(
+        raise self._unkept()
+
+    @state.setter
+    def state(self, value: dict[str, Any]) -> None:
+        """Take the empty one of every new context; raises UserError for another, which would be lost."""
+        if value:
+            raise self._unkept()
+
+    def _unkept(self) -> UserError:
+        return UserError(
             f"ctx.state: step {self.step_name!r} runs on {self.worker} for other workers, so that a batch may be "
             "computed anywhere, and twice — write a function of the batch alone, or let the pool that has the samples "
             "run it (`roles`, `steps` of layout.pools)"
         )
-
-    @state.setter
-    def state(self, value: dict[str, Any]) -> None:
-        """There is none: nothing is kept."""
 
 
 SHOWN_UIDS = 4

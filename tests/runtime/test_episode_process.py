@@ -64,6 +64,12 @@ async def keeping(episode, generate, ctx, *, max_new_tokens=4, max_tokens=40):
 
 
 @step(**ENVIRONMENT)
+async def replacing(episode, generate, ctx, *, max_new_tokens=4, max_tokens=40):
+    await generate(episode.prompt_ids, FOUR)
+    ctx.state = {"had": 1}
+
+
+@step(**ENVIRONMENT)
 async def dying(episode, generate, ctx, *, max_new_tokens=4, max_tokens=40, folder=""):
     found = await generate(episode.prompt_ids, FOUR)
     died = sorted(os.listdir(folder))
@@ -194,6 +200,7 @@ STEPS = dict[str, dict[str, object]].fromkeys(
         "failing",
         "wordy",
         "keeping",
+        "replacing",
         "waiting",
         "one_computes",
         "mistaken",
@@ -298,9 +305,10 @@ def test_one_that_fails_says_where(
     assert f"step '{name}'" in told
 
 
-def test_what_the_worker_has_is_not_there(apart: Steps) -> None:
-    with pytest.raises(UserError, match="ctx.state: the episodes of step 'keeping' run in a process of their own"):
-        made_by(apart, "keeping", apart.process)
+@pytest.mark.parametrize("name", ["keeping", "replacing"])
+def test_what_the_worker_has_is_not_there(apart: Steps, name: str) -> None:
+    with pytest.raises(UserError, match=f"ctx.state: the episodes of step '{name}' run in a process of their own"):
+        made_by(apart, name, apart.process)
 
 
 def test_the_engine_goes_on_while_one_computes(apart: Steps) -> None:
