@@ -19,6 +19,8 @@ from contextvars import Context
 from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVarTuple, Unpack
 
+from distflow import log
+
 Ts = TypeVarTuple("Ts")
 _BACK = (
     "a process that your code has forked came back from it into distflow, and is ended: let it end by os._exit, or "
@@ -87,6 +89,11 @@ class UsersLoop(asyncio.SelectorEventLoop):
     def __init__(self, waits: Callable[[], None] = lambda: None) -> None:
         self._process = os.getpid()
         super().__init__(_WatchedSelector(waits))
+
+    def run_forever(self) -> None:
+        """As any loop's."""
+        log.note_origins()
+        super().run_forever()
 
     def call_soon(
         self, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None

@@ -35,7 +35,7 @@ from distflow.comm.users_code import SharedLoop, UsersCode
 from distflow.errors import StepError
 from distflow.flow.plan import StepPlan
 from distflow.flow.user_frames import frames_of, log_whole
-from distflow.log import logger
+from distflow.log import logger, note_origins
 from distflow.runtime.attempt import NUMBERS, Attempt, Belongings, Hear, LocalAttempt, Numbers, innermost
 from distflow.runtime.process_record import current_frames
 from distflow.runtime.waits import SettlePatience
@@ -141,6 +141,7 @@ class DaemonThreads(ThreadPoolExecutor):
             self._work.put(None)
 
     def _serve(self) -> None:
+        note_origins()
         while (work := self._next()) is not None:
             work()
             del work

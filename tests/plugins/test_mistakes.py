@@ -567,3 +567,37 @@ def test_what_would_take_a_process_with_it_is_told(folder: Path, capsys: pytest.
         "hangs": False, "leaves": False, "forks": True, "floods": True, "floods_too_much": False,
         "ends_its_parent": False, "no_text": False, "hashed": False,
     }  # fmt: skip
+
+
+FORGETFUL = """
+import asyncio
+
+
+async def sum_of(text):
+    await asyncio.sleep(0)
+    return text
+
+
+async def forgets(sample):
+    found = sum_of(sample.response)
+    await asyncio.sleep(0)
+    return float("None" in str(found))
+
+
+def judge(sample):
+    sum_of(sample.response)
+    return 0.0
+"""
+
+
+def test_a_coroutine_that_is_never_awaited_is_told_with_its_line(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "forgetful.py").write_text(FORGETFUL)
+    names = {"forgets": "found = sum_of", "judge": "    sum_of(sample"}
+    assert run(["test-plugin", *(f"./forgetful.py:{name}" for name in names), "--json"]) == 1
+    found = {one["plugin"].rpartition(":")[2]: one["findings"] for one in json.loads(capsys.readouterr().out)}
+    for name, made in names.items():
+        line = FORGETFUL[: FORGETFUL.index(made)].count("\n") + 1
+        (wrong,) = [one["text"] for one in found[name] if one["level"] == "wrong"]
+        assert wrong.startswith(f"coroutine 'sum_of' was never awaited ({folder}/forgetful.py:{line}): "), wrong

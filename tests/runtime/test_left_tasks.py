@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
+import warnings
 from pathlib import Path
 
 import pytest
 
+from distflow.comm.users_code import UsersLoop
+from distflow.log import hear_forgotten
 from distflow.runtime.episode_loop import SETTLE_S, EpisodeLoop, Episodes
 from distflow.runtime.trajectories import Trajectories
 from tests.runtime.episode_children import Steps
@@ -145,3 +149,35 @@ def test_what_episodes_wait_for_has_a_name(tmp_path: Path, place: str, name: str
         time.sleep(0.005)
     samples.forget([5])
     episodes.close()
+
+
+async def fetched() -> str:
+    await asyncio.sleep(0)
+    return "text"
+
+
+def forgets_in_thread() -> None:
+    for _ in range(3):
+        fetched()
+
+
+async def forgets_later() -> None:
+    for _ in range(3):
+        found = fetched()
+        await asyncio.sleep(0)
+        del found
+
+
+def test_a_workers_log_tells_once_of_a_line_whose_coroutines_nobody_awaits() -> None:
+    with warnings.catch_warnings():
+        told: list[str] = []
+        hear_forgotten(told.append)
+        loop = UsersLoop()
+        loop.run_until_complete(forgets_later())
+        loop.run_until_complete(fetched())
+        loop.close()
+        forgets_in_thread()
+    lines = [forgets_later.__code__.co_firstlineno + 2, forgets_in_thread.__code__.co_firstlineno + 2]
+    assert [one.partition(": what")[0] for one in told] == [
+        f"coroutine 'fetched' was never awaited ({__file__}:{line})" for line in lines
+    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -12,6 +13,7 @@ from distflow.comm.users_code import end_copy
 from distflow.errors import DistflowError
 from distflow.flow.resolve import find_named
 from distflow.flow.reward_form import find_signature, needed_columns
+from distflow.log import hear_forgotten
 from distflow.testing.plugins.findings import IMPORTING, Level, SuiteReport
 from distflow.testing.plugins.mentions import made_up_tasks, needed_keys
 from distflow.testing.plugins.subjects import Subject
@@ -72,12 +74,17 @@ def serve(subject: str, lines: str, lifeline: str) -> None:
     if not die_with_writer(int(lifeline)):
         return
     with os.fdopen(int(lines), "w", encoding="utf-8") as file:
-        report = Lines(file)
+        report, forgotten = Lines(file), list[str]()
+        hear_forgotten(forgotten.append)
+        gave: object = None
         try:
-            report.done(plain(run_suite(Subject(**json.loads(subject)), report)))
+            gave = plain(run_suite(Subject(**json.loads(subject)), report))
         except DistflowError as error:
             report.add("wrong", str(error))
-            report.done(None)
+        gc.collect()
+        for text in forgotten:
+            report.add("wrong", text)
+        report.done(gave)
 
 
 def _fork_behind(lines: int) -> None:
