@@ -201,7 +201,10 @@ def _classifies(config: PretrainedConfig) -> bool:
 
 
 def _load(path: str, config: PretrainedConfig, dtype: torch.dtype, *, new_head: bool) -> PreTrainedModel:
+    from transformers.utils.logging import disable_progress_bar
+
     kind = auto_class(config)
+    disable_progress_bar()  # in a worker's log it is one long line
     try:
         built, found = kind.from_pretrained(
             path, config=config, dtype=dtype, attn_implementation=_attention(config), output_loading_info=True

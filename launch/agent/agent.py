@@ -45,7 +45,7 @@ from distflow.launch.agent.scaling import Scaling
 from distflow.launch.agent.start import RestartLimit, lock_host
 from distflow.launch.agent.worker_group import ENTRY, WorkerGroup, note_checkpointed
 from distflow.launch.observe.file_server import FileServer
-from distflow.launch.run.exit_status import explain, finish, log_file, read_exits
+from distflow.launch.run.exit_status import explain, finish, has_unsaved, log_file, read_exits
 from distflow.launch.run.process_table import end_all, host_part, process_id, sweep
 from distflow.launch.run.record import FILE_NAME, RunRecord, read_record
 from distflow.log import configure, logger
@@ -78,6 +78,7 @@ class Agent:
             record.drain_s,
             lambda name, how: explain(self._run_dir, name, how),
             renews=record.on_failure != "stop",
+            unsaved=lambda: has_unsaved(self._run_dir),
         )
         self._inbox: queue.SimpleQueue[Message | BaseException] = queue.SimpleQueue()
         self._wake_r, self._wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)

@@ -97,7 +97,8 @@ class Life:
 
 
 class RestartPolicy:
-    """Decides about the workers of one host. `explain(worker, exit)` tells why a worker failed."""
+    """Decides about the workers of one host. `explain(worker, exit)` tells why a worker failed; `unsaved()`, whether
+    there are training steps that no checkpoint has."""
 
     def __init__(
         self,
@@ -107,6 +108,7 @@ class RestartPolicy:
         explain: Callable[[str, Exit], Failure],
         *,
         renews: bool = False,
+        unsaved: Callable[[], bool] = lambda: True,
     ) -> None:
         self.lives = {entry.name: Life(entry) for entry in workers}
         self.phase: Phase = "running"
@@ -130,6 +132,7 @@ class RestartPolicy:
         self._restarts = restarts
         self._drain_s = drain_s
         self._explain = explain
+        self._unsaved = unsaved
         self.saved = 0
         """Bytes of checkpoints that workers of this host have read or written since the run is ending, for others."""
         self._saved = 0
@@ -359,7 +362,7 @@ class RestartPolicy:
         """Why a worker could not stop properly (it could not save, say): worth reporting although the run stops."""
         if ending.code in (*KNOWN_CODES, FAULTY):
             return self._explain(life.entry.name, ending)
-        if ending.code is not None or not life.entry.trains or self.at_once:
+        if ending.code is not None or not life.entry.trains or self.at_once or not self._unsaved():
             return None
         failure = self._explain(life.entry.name, ending)
         if self._term_at == FOREVER:

@@ -100,6 +100,8 @@ def summary(record: RunRecord, recipe: Sequence[str], runs_dir: Path) -> Iterato
     steps = reader.merged()
     progress = progress_of(record, steps)
     yield f"{record.name}: {progress}"
+    if record.state == "stopped" and not progress.step:
+        yield f"there was nothing to save before the end of the first training step: {goes_on_from(record.path)}"
     if record.state == "done" and progress.step < record.training_steps:
         yield from reached(_goal_of(record.path), steps)
     if progress.score is not None:

@@ -75,10 +75,25 @@ def explain(run_dir: Path, worker: str, ending: Exit) -> Failure:
 def goes_on_from(run_dir: Path) -> str:
     """Say which checkpoint of a run is here, and how to go on from it."""
     command = f"`distflow launch … {run_options(run_dir)} --resume`"
-    steps = [commit.step for _, commit in commits(checkpoints_of(run_dir))]
-    if not steps:
+    step = _saved_step(run_dir)
+    if not step:
         return f"no checkpoint is here yet: {command} begins at training step 1"
-    return f"the checkpoint of training step {max(steps)} is here: {command} goes on from it"
+    return f"the checkpoint of training step {step} is here: {command} goes on from it"
+
+
+def has_unsaved(run_dir: Path) -> bool:
+    """Tell whether training steps were done, as far as is known here, of which there is no checkpoint."""
+    # Imported late: every worker imports this module, and needs this never.
+    from distflow.metrics.merge import MetricsReader
+
+    reader = MetricsReader(run_dir)
+    reader.read()
+    return max((int(step["step"]) for step in reader.merged()), default=0) > _saved_step(run_dir)
+
+
+def _saved_step(run_dir: Path) -> int:
+    """The training step of the newest checkpoint of a run; 0: there is none."""
+    return max((commit.step for _, commit in commits(checkpoints_of(run_dir))), default=0)
 
 
 def _encodable(text: str) -> str:

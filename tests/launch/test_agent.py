@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -16,6 +17,7 @@ from distflow.cluster.processes import nursery_name
 from distflow.comm.client import ask
 from distflow.launch.agent.record_writer import read_journal
 from distflow.launch.agent.start import agent_command, start_agent
+from distflow.launch.cli import run as distflow
 from distflow.launch.deploy.stop_run import stop_run
 from distflow.launch.run.process_table import await_end, elsewhere, host_part, processes_of, running
 from distflow.launch.run.record import AGENT
@@ -38,6 +40,21 @@ def test_workers_that_do_not_leave_after_training_are_ended(fake_run):
     assert run.run() == 0
     assert "sent SIGKILL to rollout/0" in run.log("agent-0")
     assert run.leftovers() == []
+
+
+def test_a_trainer_that_is_ended_before_the_end_of_its_first_training_step_had_nothing_to_save(
+    fake_run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = fake_run({"trainer/0": {**LONG, "step_s": 60.0, "held_by": str(tmp_path / "nowhere")}}, drain_s=0.2)
+    run.start()
+    run.await_up("trainer/0")
+    stop_run(run.run_dir, timeout_s=60.0)
+    record = run.record()
+    assert (record.state, record.exit_code, record.failure) == ("stopped", 130, None)
+    assert distflow(["watch", run.run_dir.name, "--runs-dir", str(run.run_dir.parent)]) == 130
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert "nothing to save before the end of the first training step: no checkpoint is here yet: " in out
 
 
 def test_who_saves_for_longer_than_drain_s_is_waited_for_by_its_agent_and_by_stop(fake_run):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import signal
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -12,7 +14,10 @@ from distflow.cluster.cluster_view import Elsewhere
 from distflow.cluster.processes import FAULTY, Exit, Failure
 from distflow.launch.agent.restart_policy import GRACE_S, RestartPolicy, Signal, StartWorker, Tell
 from distflow.launch.agent.start import RestartLimit
+from distflow.launch.run.exit_status import has_unsaved
 from distflow.launch.run.record import WorkerEntry
+from distflow.metrics.merge import TRAINED
+from tests.launch.checkpoints import leave_checkpoint
 
 KILLED = Exit(None, signal.SIGKILL)
 FAULT = Exit(FAULTY)
@@ -148,6 +153,36 @@ def test_a_trainer_that_did_not_save_in_time_is_told_with_the_limit_to_raise():
         "trainer/0 did not save within limits.drain_s (30 s without progress), which a micro-batch or a file may take "
         "longer than — increase it for the next run. "
     )
+
+
+@pytest.mark.parametrize("unsaved", [False, True])
+def test_a_trainer_that_is_ended_in_stopping_has_failed_only_if_training_steps_are_lost(unsaved: bool):
+    core = RestartPolicy(WORKERS, TWICE, 30.0, explained, unsaved=lambda: unsaved)
+    for number, action in enumerate(core.start_unforked()):
+        assert isinstance(action, StartWorker)
+        core.started(action.worker.name, 100 + number)
+    core.stop("wanted", 1.0)
+    for name in ("rollout/0", "rollout/1"):
+        core.exited(name, Exit(130), 1.0)
+    core.tick(31.0)
+    core.exited("trainer/0", KILLED, 31.0)
+    assert core.outcome is not None
+    assert core.outcome.state == "stopped"
+    assert (core.outcome.failure is not None) == unsaved
+
+
+@pytest.mark.parametrize(("done", "saved", "lost"), [(0, 0, False), (3, 3, False), (4, 3, True), (2, 0, True)])
+def test_training_steps_behind_the_newest_checkpoint_are_not_saved(
+    tmp_path: Path, done: int, saved: int, lost: bool
+) -> None:
+    (tmp_path / "metrics").mkdir()
+    lines = [{"step": step, "term": 0, TRAINED: 1.0} for step in range(1, done + 1)]
+    begun = {"step": done + 1, "term": 0, "response_length/mean": 3.0}
+    text = "".join(json.dumps(line) + "\n" for line in (*lines, begun))
+    (tmp_path / "metrics" / "trainer-0.jsonl").write_text(text)
+    if saved:
+        leave_checkpoint(tmp_path, saved)
+    assert has_unsaved(tmp_path) == lost
 
 
 def test_whoever_saves_gets_more_time_as_long_as_it_makes_progress():
