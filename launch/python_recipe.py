@@ -28,6 +28,7 @@ from traceback import walk_stack
 from types import FrameType, ModuleType, NoneType
 from typing import Any
 
+from distflow.config.conversion import fitting_ledgers
 from distflow.config.paths import absolute_paths, recipes_folder
 from distflow.config.yamlfile import yaml_text
 from distflow.errors import PluginError, RecipeError, UserError
@@ -64,32 +65,41 @@ def write_recipe(
 
     `reward`: a function; the name of a shipped one or a place such as `./file.py:name`; several, as a list or by name,
     by name also as a recipe has them: `{NAME: {"function": …, "weight": …}}`.
-    `settings`: sections of the recipe, as mappings. Relative files are of the current folder.
-    `caller`: what launches. Raises UserError.
+    `settings`: sections of the recipe, as mappings. Relative files are of the current folder. `caller`: what launches.
+    Raises UserError.
     """
     functions = Functions(folder / CELLS, caller)
     defaults: list[object] = [{"flow": flow or FLOW}, {"layout": LAYOUT}]
-    sections: dict[str, Any] = {"run": {"training_steps": STEPS}, "batch": dict(BATCH)}
-    sections |= {"data": {"source": data if isinstance(data, str) else str(folder / ROWS)}}
+    source = data if isinstance(data, str) else str(folder / ROWS)
+    sections: dict[str, Any] = {"run": {"training_steps": STEPS}, "batch": {**BATCH}, "data": {"source": source}}
     if model in {path.stem for path in (recipes_folder() / "model").glob("*.yaml")}:
         defaults.append({"model@models.policy": model})
     else:
         sections["models"] = {"policy": {"path": model}}
     if reward is not None:
-        sections["flow"] = {
-            "steps": {
-                "reward": {"with": {"function": _rewards(reward, functions, functions.written.argument("reward"))}}
-            }
-        }
+        function = _rewards(reward, functions, functions.written.argument("reward"))
+        sections["flow"] = {"steps": {"reward": {"with": {"function": function}}}}
     if not isinstance(data, str):
         (folder / ROWS).write_text("".join(_lines(data)), encoding="utf-8")
     functions.write()
     # As on a command line, where what is relative is so to the current folder.
     plain = {key: _plain(value, key) for key, value in _merged(sections, settings).items()}
+    script = functions.written.file
+    _complete(plain, Path(model).name if script is None else Path(script).stem)
     values = absolute_paths(plain, lambda key: Path.cwd(), Path.cwd())
     text = yaml_text({"defaults": [*defaults, "_self_"], **values})
     (folder / RECIPE).write_text(text, encoding="utf-8")
     return folder / RECIPE
+
+
+def _complete(plain: dict[str, Any], name: str) -> None:
+    """Add what is not set: the run's name, and ledgers that divide the prompts. What is wrong is left to be told."""
+    if isinstance(plain["run"], dict):
+        plain["run"].setdefault("name", re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("._-")[:64] or "run")
+    if isinstance(batch := plain["batch"], dict):
+        prompts, parts = batch.get("prompts"), batch.get("minibatches", 1)
+        if isinstance(prompts, int) and isinstance(parts, int) and prompts >= parts > 0:
+            batch.setdefault("ledgers", fitting_ledgers(prompts, parts))
 
 
 @contextmanager

@@ -172,6 +172,14 @@ def _in_layout(key: str, together: Together) -> str:
     return key.replace(".worker.", f".{pool}.")
 
 
+def fitting_ledgers(prompts: int, minibatches: int = 1, trainers: int = 1) -> int:
+    """Find a number of ledgers that divides the prompts of a mini-batch, with one for each training worker."""
+    # Mini-batches have as many groups of every ledger.
+    each = prompts // minibatches
+    enough = range(max(gcd(8, each), trainers), each)
+    return next((ledgers for ledgers in enough if not each % ledgers), each)
+
+
 def _fit(made: dict[str, Any], together: Together) -> None:
     """Add what a recipe cannot do without, and ledgers that divide its prompts and are enough for its trainers."""
     if "run.training_steps" not in made:
@@ -186,11 +194,8 @@ def _fit(made: dict[str, Any], together: Together) -> None:
         made["data.source"] = "prompts.jsonl"
         together.assumed.append("data.source is not known: a file or folder of prompts, hub:ID, or a function")
     _fit_data(made, together)
-    # Mini-batches have as many groups of every ledger.
-    prompts = made["batch.prompts"] // made.get("batch.minibatches", 1)
     trainers = max(made.get(f"layout.pools.{pool}.count", 1) for pool in ("worker", "trainer"))
-    enough = range(max(gcd(8, prompts), trainers), prompts)
-    made["batch.ledgers"] = next((ledgers for ledgers in enough if not prompts % ledgers), prompts)
+    made["batch.ledgers"] = fitting_ledgers(made["batch.prompts"], made.get("batch.minibatches", 1), trainers)
     if "batch.max_refills" in made:
         made["batch.max_refills"] = -(-made["batch.max_refills"] // made["batch.ledgers"])
 

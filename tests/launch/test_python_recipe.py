@@ -257,6 +257,31 @@ def test_functions_of_files_and_packages_are_named(monkeypatch: pytest.MonkeyPat
     assert not (tmp_path / "functions.py").exists(), "all have files"
 
 
+@pytest.mark.parametrize(
+    ("batch", "ledgers"),
+    [({"prompts": 1}, 1), ({"prompts": 12, "minibatches": 2}, 2), ({}, 8), ({"prompts": 6, "ledgers": 3}, 3)],
+)
+def test_ledgers_that_are_not_given_divide_the_prompts(tmp_path: Path, batch: dict[str, int], ledgers: int) -> None:
+    settings = {"batch": batch}
+    file = write_recipe(tmp_path, model="tiny", data=ROWS, reward="math", flow=None, settings=settings)
+    assert plan_recipe(str(file))[1].recipe.batch.ledgers == ledgers
+
+
+@pytest.mark.parametrize(
+    ("settings", "in_notebook", "name"),
+    [({}, False, "test_python_recipe"), ({}, True, "Small-1.5B"), ({"run": {"name": "mine"}}, False, "mine")],
+)
+def test_a_run_is_named_after_the_script_or_the_model(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, settings: dict[str, Any], in_notebook: bool, name: str
+) -> None:
+    if in_notebook:
+        Notebook(monkeypatch).run("x = 1\n")
+    frame = None if in_notebook else sys._getframe()
+    model = "owner/Small 1.5B"
+    file = write_recipe(tmp_path, model=model, data=ROWS, reward="math", flow=None, settings=settings, caller=frame)
+    assert yaml.safe_load(file.read_text())["run"]["name"] == name
+
+
 def test_the_recipe_is_one_that_can_be_planned(notebook: Notebook, tmp_path: Path) -> None:
     notebook.run("def mine(sample):\n    return 1.0\n")
     settings = {"batch": {"prompts": 8, "samples_per_prompt": 2, "ledgers": 4}, "data": {"max_prompt_tokens": 8}}
