@@ -45,6 +45,27 @@ MEAN_OF = 10
 HIGHER = ("critic/score/*", "critic/rewards/*", "val/*", "perf/*_per_s", "perf/throughput", "rollout_corr/ess")
 LOWER = ("timing_s/*", "perf/*_idle_share", "*/errors", "*/timeouts")
 """Metrics of which more is better, or less. The others have no best value."""
+COUNTED = (
+    "reward/unjudged",
+    "reward/errors",
+    "reward/timeouts",
+    "reward/hanging",
+    "reward/too_long",
+    "rollout/errors",
+    "rollout/left_out",
+    "rollout/dropped",
+    "group/dropped",
+    "actor/empty_updates",
+    "critic/empty_updates",
+    "actor/skipped_updates",
+    "critic/skipped_updates",
+    "actor/nonfinite_losses",
+    "critic/nonfinite_losses",
+    "engine/bad_logprobs",
+    "weights/canary_skipped",
+    "perf/halved_microbatches",
+)
+"""Counts of docs/metrics.md that are there only once something was counted."""
 KINDS = ("last", "best", "mean")
 NAMED = 8
 """Metrics of a group that are named where a metric was asked for."""
@@ -82,6 +103,9 @@ def command(
     every = [step for steps in found.values() for step in steps]
     names, missing = (None, []) if keys is None else chosen_keys(keys, every)
     _show(found, names, last, as_json=as_json, as_csv=as_csv)
+    for key in [] if keys is None or not every else _asked(keys):
+        if key in COUNTED and not any(key in step for step in every):
+            _tell(f"--keys {key}: 0, nothing was counted in these training steps")
     for line in missing:
         _tell(line)
     return 2 if missing else 0
@@ -140,21 +164,25 @@ def _cut(steps: Steps, names: Sequence[str] | None, last: int | None) -> Steps:
 
 def chosen_keys(keys: str, steps: Steps) -> tuple[list[str], list[str]]:
     """The metrics that match, in the order given, and a line about each name that matches none; raises UserError with
-    these lines where nothing matches.
+    these lines where nothing matches. Counts that may be missing, since they are 0, are no wrong names.
 
     `val/` is all below it, as `val/*` is.
     """
     there = list(dict.fromkeys(name for step in steps for name in step if name != "step"))
     chosen, missing = list[str](), list[str]()
-    asked = [part.strip() for part in keys.split(",") if part.strip()]
+    asked = _asked(keys)
     for key in asked:
         found = [name for name in there if fnmatchcase(name, f"{key}*" if key.endswith("/") else key)]
-        if not found and steps and key != "step":
+        if not found and steps and key not in ("step", *COUNTED):
             missing.append(_missing(key, there))
         chosen += found
     if missing and len(missing) == len(asked):
         raise UserError("\n".join(missing))
     return list(dict.fromkeys(chosen)), missing
+
+
+def _asked(keys: str) -> list[str]:
+    return [part.strip() for part in keys.split(",") if part.strip()]
 
 
 def _missing(key: str, there: Sequence[str]) -> str:

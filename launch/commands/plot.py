@@ -104,7 +104,8 @@ def command(runs: tuple[str, ...], output: Path | None, keys: str | None, runs_d
             why = f"{names} never changes" if panel in constant else f"no run has {names}"
             click.echo(f"note: no {panel.title.partition(',')[0]}: {why}", err=True)
     if not panels:
-        raise UserError("plot: no run has a metric of the usual panels — choose some with --keys")
+        found_none = "no run has a metric of the usual panels — choose some with --keys"
+        raise UserError(f"plot: {found_none}" if keys is None else f"--keys {keys}: there is nothing to draw")
     figure = draw(panels, found)
     try:
         figure.savefig(output, dpi=DPI)

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import yaml
@@ -18,6 +19,7 @@ from distflow.cluster.processes import Failure
 from distflow.config.load import load_recipe
 from distflow.launch.cli import run as distflow
 from distflow.launch.commands.export import best_step
+from distflow.launch.commands.metrics import COUNTED
 from distflow.launch.observe.run_summary import root_cause, summary
 from distflow.launch.run.process_table import host_part, processes_of
 from distflow.launch.run.record import RunRecord, WorkerEntry
@@ -295,6 +297,27 @@ def test_metrics_can_be_narrowed_to_some_and_written_as_csv(fake_run, capsys):
     )
     assert distflow([*where, "--keys", "score"]) == 2
     assert "did you mean critic/score/mean" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("form", [[], ["--json"], ["--csv"]])
+def test_a_count_that_was_never_counted_is_0_and_no_wrong_name(tmp_path: Path, capsys, form: list[str]) -> None:
+    (tmp_path / "mine" / "metrics").mkdir(parents=True)
+    line = {"step": 1, "term": 0, "timing_s/step": 1.0, "critic/rewards/mean": 0.5, "rollout/errors": 2.0}
+    (tmp_path / "mine" / "metrics" / "worker-0.jsonl").write_text(json.dumps(line) + "\n")
+    where = ["metrics", str(tmp_path / "mine"), *form, "--keys"]
+    assert distflow([*where, "reward/unjudged"]) == 0
+    assert capsys.readouterr().err == "--keys reward/unjudged: 0, nothing was counted in these training steps\n"
+    assert distflow([*where, "critic/rewards/mean,perf/halved_microbatches,rollout/errors"]) == 0
+    out, err = capsys.readouterr()
+    assert "0.5" in out
+    assert err == "--keys perf/halved_microbatches: 0, nothing was counted in these training steps\n"
+    assert distflow([*where, "critic/reward/mean,reward/unjudge"]) == 2
+    assert "did you mean critic/rewards/mean" in capsys.readouterr().err
+
+
+def test_counts_that_may_be_missing_are_documented() -> None:
+    documented = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    assert [name for name in COUNTED if f"`{name}`" not in documented] == []
 
 
 def test_a_key_with_a_slash_at_its_end_is_all_below_it_in_the_steps_that_have_it(fake_run, capsys):
