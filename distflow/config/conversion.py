@@ -18,11 +18,12 @@ from distflow.config.foreign import shown as _shown
 from distflow.config.meanings import Meaning, Unneeded
 from distflow.config.other_tools import VERL, VERL_DEFAULTS, meant
 from distflow.config.script import Expression
-from distflow.config.together import Default, Together, mixture
+from distflow.config.together import Default, RowCount, Together, mixture, uncounted
 from distflow.config.trl_conversion import of_trl
 from distflow.config.trl_keys import TRL, TRL_DEFAULTS
 from distflow.config.verl_conversion import of_verl
 from distflow.config.yamlfile import yaml_text
+from distflow.errors import nearest
 
 Kind = Literal["maps", "says", "lacks"]
 TITLES: Mapping[Kind, str] = {
@@ -32,6 +33,8 @@ TITLES: Mapping[Kind, str] = {
 }
 _TABLES: Mapping[str, Mapping[str, Meaning]] = {"TRL": TRL, "verl": VERL}
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {"TRL": TRL_DEFAULTS, "verl": VERL_DEFAULTS}
+_NEAR: Mapping[str, float] = {"TRL": 0.8, "verl": 0.93}
+"""How similar a key has to be to one that is meant: verl's have long beginnings in common."""
 _UNLISTED = "not in the dictionary"
 _STEPS = 100
 """What a recipe gets where the other tool does not say how long it trains."""
@@ -64,11 +67,14 @@ class Converted:
     """Comments, by key of the recipe."""
 
 
-def convert(foreign: Foreign) -> Converted:
-    """Make a recipe of another tool's configuration; every key of it is accounted for."""
+def convert(foreign: Foreign, count: RowCount = uncounted) -> Converted:
+    """Make a recipe of another tool's configuration; every key of it is accounted for.
+
+    `count`: counts the rows of a file of prompts, for a length in passes.
+    """
     values = dict(foreign.given)
     known = {key: one for key, one in values.items() if not isinstance(one, Expression) and key not in foreign.unread}
-    together = of_trl(foreign, known) if foreign.tool == "TRL" else of_verl(known, foreign.file.stem)
+    together = of_trl(foreign, known, count) if foreign.tool == "TRL" else of_verl(known, foreign.file.stem, count)
     accounts, made = [], dict(together.made)
     for key, value in values.items():
         account, keys = _account(foreign, key, value, together)
@@ -115,7 +121,9 @@ def _account(foreign: Foreign, key: str, value: Any, together: Together) -> tupl
         return told, {}
     if meaning is None:
         word = re.split(r"[.@/]", key)[-1]
-        return Account(key, value, "lacks", meant(word) or _UNLISTED), {}
+        near = nearest(key, _TABLES[foreign.tool], cutoff=_NEAR[foreign.tool])
+        guess = f"{_UNLISTED}: did you mean {near}?" if near else _UNLISTED
+        return Account(key, value, "lacks", meant(word) or guess), {}
     if not meaning.to and meaning.make is None:
         return Account(key, value, "lacks" if meaning.text.startswith("not built") else "says", meaning.text), {}
     if key in together.told if isinstance(value, Expression) else meaning.together:
@@ -123,7 +131,8 @@ def _account(foreign: Foreign, key: str, value: Any, together: Together) -> tupl
         here = f"={_shown(made)}" if isinstance(made, int | float | str) else ""
         return Account(key, value, "maps", f"{meaning.to}{here}{f' ({meaning.text})' if meaning.text else ''}"), {}
     if isinstance(value, Expression):
-        return Account(key, value, "lacks", f"{meaning.to}: the script computes it"), {}
+        text = f"{meaning.to}: the script computes it" if meaning.to else meaning.text
+        return Account(key, value, "lacks", text), {}
     try:
         to, found = _translated(meaning, value, together)
     except Unneeded as error:
@@ -184,7 +193,7 @@ def _fit(made: dict[str, Any], together: Together) -> None:
     """Add what a recipe cannot do without, and ledgers that divide its prompts and are enough for its trainers."""
     if "run.training_steps" not in made:
         made["run.training_steps"] = _STEPS
-        together.assumed.append(f"run.training_steps is {_STEPS}, since how long to train is not said as a number")
+        together.assumed.append(f"run.training_steps is {_STEPS}, since {together.length}")
     if "models.policy.path" not in made:
         made["models.policy.path"] = "MODEL"
         together.assumed.append("models.policy.path is not known: a folder, or the id of a model of the hub")
@@ -210,7 +219,11 @@ def _fit_data(made: dict[str, Any], together: Together) -> None:
             made.pop(f"{section}.fields.prompt", None)
             fields = {} if column is None else {"fields": {"prompt": column}}
             made[f"{section}.mix"] = {name: {**one, **fields} for name, one in made[f"{section}.mix"].items()}
-            if section == "data":
+            mix = made[f"{section}.mix"]
+            if section == "data" and all(one["source"] in together.rows for one in mix.values()):
+                made["data.mix"] = {name: {**one, "weight": together.rows[one["source"]]} for name, one in mix.items()}
+                together.notes["data.mix"] = "weights are rows: all are drawn alike"
+            elif section == "data":
                 names = ", ".join(made["data.mix"])
                 told = (
                     f"weight of each of {names} in data.mix: its rows, to draw all alike; now the files weigh the same"
@@ -238,7 +251,7 @@ def written(foreign: Foreign, found: Converted) -> str:
     """The recipe as YAML, with an account of every key in comments."""
     counts = {kind: sum(one.kind == kind for one in found.accounts) for kind in TITLES}
     lines = [f"# From {foreign.file.name} ({foreign.tool}), {len(found.accounts)} keys: " + _counted(counts)]
-    lines += [f"# To do: {text}" for text in (*found.assumed, *_undone(foreign, found))]
+    lines += [f"# To do: {text}" for text in (*found.assumed, *_undone(found))]
     body = _noted(yaml_text(found.recipe).rstrip(), found.notes)
     parts = {title: [one for one in found.accounts if one.kind == kind] for kind, title in TITLES.items()}
     parts[f"defaults of {foreign.tool} that differ from those here, and are written"] = [*found.defaults]
@@ -248,14 +261,14 @@ def written(foreign: Foreign, found: Converted) -> str:
     return "\n".join(lines) + f"\n{body}\n"
 
 
-def _undone(foreign: Foreign, found: Converted) -> Iterator[str]:
+def _undone(found: Converted) -> Iterator[str]:
     """Yield what does not map and is to be decided; of keys that are not known together."""
     unknown = [one.key for one in found.accounts if one.kind == "lacks" and one.text == _UNLISTED]
     for one in found.accounts:
-        computed = isinstance(one.value, Expression)
-        if one.kind == "lacks" and one.text != _UNLISTED and (foreign.tool == "verl" or computed):
+        told = one.text == _UNLISTED or any(one.text in line for line in found.assumed)
+        if one.kind == "lacks" and not told:
             yield f"{one.key}={_shown(one.value)}: {one.text}"
-    if foreign.tool == "verl" and unknown:
+    if unknown:
         yield f"see whether these change the training, which are not known here: {', '.join(unknown)}"
 
 

@@ -344,6 +344,10 @@ def _launched(file: Path, command: Command) -> Foreign | None:
     if not found.given:
         return None
     given = {**found.given, **_launcher(file, words[:at])}
+    if isinstance(config := given.get("config_file"), Expression):
+        unread["config_file"] = (
+            f"{config} is neither here nor beside {file.name}: its processes, and its DeepSpeed or FSDP, are not read"
+        )
     return replace(found, given=given, unread={**found.unread, **unread})
 
 
@@ -356,7 +360,7 @@ def _launcher(file: Path, words: list[str]) -> dict[str, Any]:
         own = _yaml_options(beside, beside.read_text(encoding="utf-8"))
         zero = own.get("deepspeed_config")
         given = {**own, **({"zero_stage": zero.get("zero_stage")} if isinstance(zero, dict) else {}), **given}
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"config_file": Expression(config)} if isinstance(config, str) and beside is None else {}
     each = next((given[key] for key in _PROCESSES if isinstance(given.get(key), int)), None)
     if each is not None:
         nodes = given.get("nnodes", 1) if "num_processes" not in given else 1

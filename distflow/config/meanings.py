@@ -36,10 +36,22 @@ TURNS = (
     "flow.steps.sample.call=./file.py:NAME (docs/generate-steps.md)"
 )
 NO_DROPOUT = "adapters have no dropout: log-probs of a batch would differ from call to call"
+NO_COLUMN = "functions get the column data_source, by that name: name the column so"
 SHARDED = Meaning(text=NOTHING + "where a model or its optimizer lies is the backend's affair (docs/backends.md)")
 SPEED = Meaning(text=NOTHING + "it changes speed, not results; options of engines: layout.pools.NAME.engine_options")
 FOLDER = Meaning(text="on the command line: --runs-dir DIR")
-RESUME = Meaning(text="on the command line: --run NAME --resume")
+_RESUMED = "on the command line: --run NAME --resume"
+
+
+def _resumed(value: Any) -> Any:
+    if value in (None, False, "disable"):
+        raise Unneeded("nothing is needed: a run begins anew unless the command line says --resume")
+    if value in (True, "auto", "latest"):
+        raise Unneeded(_RESUMED)
+    raise ValueError(f"{value}: checkpoints of other tools are not read; a run here goes on by --run NAME --resume")
+
+
+RESUME = Meaning(text=_RESUMED, make=_resumed)
 CUT = Meaning("flow.steps.update.with.clip", "[below, above]", together=True)
 DUAL_CUT = Meaning("flow.steps.update.with.clip", "[below, above, dual]", together=True)
 DIVERGENCE = Meaning("flow.steps.update.with.kl_coef", "with flow=grpo_kl; 0: flow=grpo", together=True)
@@ -125,3 +137,14 @@ def unbuilt(what: str, *idle: Any) -> Meaning:
         raise ValueError(f"{NOT_BUILT}: {what}")
 
     return Meaning(text=f"{NOT_BUILT}: {what}", make=make)
+
+
+def idle(what: str, *values: Any, why: str = "nothing is needed: it does nothing with this value") -> Meaning:
+    """Make the meaning of what has to be decided by hand, with `what`, unless it has one of the idle values or none."""
+
+    def make(value: Any) -> Any:
+        if value is None or value in values:
+            raise Unneeded(why)
+        raise ValueError(what)
+
+    return Meaning(text=what, make=make)

@@ -11,6 +11,7 @@ from distflow.config.meanings import DIVERGENCE as _DIVERGENCE
 from distflow.config.meanings import DUAL_CUT as _DUAL_CUT
 from distflow.config.meanings import FOLDER as _FOLDER
 from distflow.config.meanings import LORA as _LORA
+from distflow.config.meanings import NO_COLUMN as _NO_COLUMN
 from distflow.config.meanings import NO_DROPOUT as _NO_DROPOUT
 from distflow.config.meanings import NOT_BUILT as _NOT_BUILT
 from distflow.config.meanings import NOTHING as _NOTHING
@@ -24,6 +25,7 @@ from distflow.config.meanings import TURNS as _TURNS
 from distflow.config.meanings import TYPES as _TYPES
 from distflow.config.meanings import Meaning, Unneeded, no_tracker, tracker_names
 from distflow.config.meanings import as_filter as _filter
+from distflow.config.meanings import idle as _idle
 from distflow.config.meanings import one_of as _one_of
 from distflow.config.meanings import option as _option
 from distflow.config.meanings import positive as _positive
@@ -93,7 +95,7 @@ WORDS: Mapping[str, str] = {
     **dict.fromkeys(("n", "num_generations", "group_size", "num_return_sequences", "n_samples_per_prompt"), _SAMPLES),
     **dict.fromkeys(("micro_batch_size", "micro_train_batch_size"), _MICRO),
     **dict.fromkeys(("ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu"), _MICRO),
-    **dict.fromkeys(("learning_rate", "actor_learning_rate"), _LR),
+    **dict.fromkeys(("lr", "learning_rate", "actor_learning_rate"), _LR),
     **dict.fromkeys(("beta", "kl_coef", "kl_loss_coef", "init_kl_coef", "kl_ctl", "use_kl_loss"), _KL),
     **dict.fromkeys(("clip_ratio", "cliprange", "clip_range", "epsilon", "eps_clip", "clip_eps"), _CLIP),
     **dict.fromkeys(("temperature", "sampling_temperature"), "flow.steps.sample.with.temperature"),
@@ -204,12 +206,23 @@ def _masters(value: Any) -> Any:
     return found
 
 
+def _device(value: Any) -> Any:
+    if value == "cuda":
+        raise Unneeded("nothing is needed: a GPU where there is one")
+    if value != "cpu":
+        raise ValueError(f"{value} is not built; there are cuda, cpu")
+    return value
+
+
 _OFFLOADED = Meaning(
     "layout.pools.worker.offload",
     "with layout=split layout.pools.trainer.backend_options.cpu_offload",
     make=_if(_OFF, True),
 )
 _MEMORY = Meaning(text=_NOTHING + "micro-batches are cut by batch.tokens_per_microbatch, and the result is the same")
+_SCHEDULE = _one_of(constant="constant", cosine="cosine", linear="linear", WSD="wsd")
+_DUMPED = Meaning(text=_NOTHING + "samples are in the run's folder: `distflow rollouts`")
+_PARALLEL_ENGINE = _idle("not built: an engine is divided by tensor_model_parallel_size alone", 1)
 _RAY = Meaning(text=_NOTHING + "there is no Ray, and waits have deadlines of their own")
 _OF_VLLM = ("max_num_batched_tokens", "enforce_eager", "enable_prefix_caching")
 _ACTOR, _ROLLOUT, _REF = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.ref."
@@ -233,7 +246,7 @@ VERL: Mapping[str, Meaning] = {
         Meaning("flow.steps.update.with.tis", "sequence: correction.sequence_tis; null: null", together=True),
     ),
     "algorithm.filter_groups.enable": Meaning("flow", "true: flow=dapo", together=True),
-    "algorithm.filter_groups.metric": Meaning(text="flow=dapo compares the scores, or without them the rewards"),
+    "algorithm.filter_groups.metric": Meaning(text="flow=dapo compares the scores of a group"),
     "data.train_files": Meaning("data.source", "several files: data.mix"),
     "data.val_files": Meaning("val.data.source", "several files: val.data.mix"),
     "data.train_batch_size": Meaning("batch.prompts"),
@@ -245,7 +258,17 @@ VERL: Mapping[str, Meaning] = {
     "data.shuffle": Meaning("data.shuffle"),
     "data.seed": Meaning("run.seed", "for all that is random"),
     "data.prompt_key": Meaning("data.fields.prompt"),
-    "data.reward_fn_key": Meaning(text=_NOTHING + "functions get the column data_source"),
+    "data.reward_fn_key": _idle(_NO_COLUMN, "data_source", why=_NOTHING + "functions get the column data_source"),
+    "data.custom_cls.path": _idle(
+        "a data set of your own: data.source=./file.py:NAME, a function that returns prompts"
+    ),
+    "data.custom_cls.name": _idle(
+        "a data set of your own: data.source=./file.py:NAME, a function that returns prompts"
+    ),
+    **dict.fromkeys(
+        ("data.trust_remote_code", "actor_rollout_ref.model.trust_remote_code", "critic.model.trust_remote_code"),
+        _idle("not built: models and tokenizers are those that transformers has", False),
+    ),
     "data.return_raw_chat": Meaning(text=_ALWAYS + ": messages are written by the model's chat template"),
     "data.apply_chat_template_kwargs": Meaning("data.chat_template_args"),
     "data.filter_overlong_prompts_workers": _SPEED,
@@ -257,6 +280,24 @@ VERL: Mapping[str, Meaning] = {
     "actor_rollout_ref.model.use_remove_padding": Meaning(text=_ALWAYS + " where a backend can"),
     "actor_rollout_ref.model.use_shm": _SPEED,
     "actor_rollout_ref.model.use_liger": _SPEED,
+    "actor_rollout_ref.model.use_fused_kernels": _SPEED,
+    **dict.fromkeys(
+        (
+            f"{part}model.override_config.{name}"
+            for part in ("actor_rollout_ref.", "critic.")
+            for name in (
+                *(
+                    "attention_dropout",
+                    "attn_pdrop",
+                    "embd_pdrop",
+                    "resid_pdrop",
+                    "hidden_dropout",
+                    "hidden_dropout_prob",
+                ),
+            )
+        ),
+        _idle("no dropout is applied here", 0, why=_ALWAYS + ": no dropout is applied"),
+    ),
     "actor_rollout_ref.hybrid_engine": Meaning(
         text="layout=colocated; with vllm or tensor_model_parallel_size above 1 there is none: layout=split"
     ),
@@ -269,11 +310,28 @@ VERL: Mapping[str, Meaning] = {
     _ACTOR + "optim.lr_warmup_steps_ratio": Meaning(
         text="models.policy.optimizer.warmup_steps = ratio × run.training_steps"
     ),
+    **{
+        f"{part}optim.{name}": Meaning(f"models.{model}.optimizer.schedule", make=_SCHEDULE)
+        for part, model in ((_ACTOR, "policy"), ("critic.", "critic"))
+        for name in ("lr_scheduler_type", "warmup_style", "lr_decay_style")
+    },
     **dict.fromkeys(
-        (_ACTOR + "optim.lr_scheduler_type", _ACTOR + "optim.warmup_style"),
-        Meaning("models.policy.optimizer.schedule", make=_one_of(constant="constant", cosine="cosine")),
+        (_ACTOR + "optim.total_training_steps", "critic.optim.total_training_steps"),
+        Meaning(text=_NOTHING + "verl writes the training steps of the run over it"),
     ),
-    _ACTOR + "optim.total_training_steps": Meaning(text="models.policy.optimizer.decay_steps"),
+    "critic.optim.lr_warmup_steps": Meaning("models.critic.optimizer.warmup_steps", make=_positive),
+    "critic.optim.lr_warmup_steps_ratio": Meaning(
+        text="models.critic.optimizer.warmup_steps = ratio × run.training_steps"
+    ),
+    _ACTOR + "tis_imp_ratio_cap": Meaning("flow.steps.update.with.tis", "-1: null", together=True),
+    **dict.fromkeys(
+        (
+            part + name
+            for part in (_ACTOR, _REF)
+            for name in ("entropy_from_logits_with_chunking", "entropy_checkpointing")
+        ),
+        _SPEED,
+    ),
     _ACTOR + "ppo_mini_batch_size": Meaning(
         "batch.minibatches", "their number: data.train_batch_size / ppo_mini_batch_size", together=True
     ),
@@ -361,7 +419,7 @@ VERL: Mapping[str, Meaning] = {
     _ROLLOUT + "dtype": _option(_TYPES, vllm="dtype", sglang="dtype"),
     _ROLLOUT + "quantization": _option(vllm="quantization", sglang="quantization"),
     **{_ROLLOUT + name: _option(vllm=name) for name in _OF_VLLM},
-    _ROLLOUT + "free_cache_engine": Meaning(text=_SLEEPS),
+    _ROLLOUT + "free_cache_engine": Meaning("layout.pools.worker.offload", _SLEEPS, together=True),
     **dict.fromkeys(
         (_ROLLOUT + "nnodes", _ROLLOUT + "n_gpus_per_node"),
         Meaning("layout.pools.rollout.count", "of layout=split", together=True),
@@ -372,16 +430,23 @@ VERL: Mapping[str, Meaning] = {
     _ROLLOUT + "val_kwargs.top_k": Meaning("val.sampling.top_k", make=_filter),
     _ROLLOUT + "val_kwargs.n": Meaning("val.samples_per_prompt"),
     _ROLLOUT + "val_kwargs.do_sample": Meaning(text="val.sampling.temperature=0 is greedy"),
+    _ROLLOUT + "multi_turn.enable": _idle(_TURNS, False),
     **dict.fromkeys(
         (
-            _ROLLOUT + name
+            _ROLLOUT + f"multi_turn.{name}"
             for name in (
-                *("multi_turn.enable", "multi_turn.max_assistant_turns", "multi_turn.max_user_turns"),
-                *("multi_turn.tool_config_path", "multi_turn.format", "agent.default_agent_loop", "agent.num_workers"),
+                *("max_assistant_turns", "max_user_turns", "tool_config_path", "interaction_config_path"),
+                *("max_parallel_calls", "max_tool_response_length", "tool_response_truncate_side", "format"),
             )
         ),
-        Meaning(text=_TURNS),
+        Meaning(text="nothing is needed: it is of multi_turn.enable"),
     ),
+    **dict.fromkeys(
+        (_ROLLOUT + "agent.default_agent_loop", _ROLLOUT + "agent.agent_loop_config_path"),
+        _idle(_TURNS, "single_turn_agent"),
+    ),
+    _ROLLOUT + "agent.num_workers": _SPEED,
+    **dict.fromkeys((_ROLLOUT + name for name in ("data_parallel_size", "expert_parallel_size")), _PARALLEL_ENGINE),
     **dict.fromkeys(
         ("custom_reward_function.path", "reward.custom_reward_function.path"),
         Meaning("flow.steps.reward.with.function", "./FILE.py:NAME", together=True),
@@ -395,7 +460,11 @@ VERL: Mapping[str, Meaning] = {
     ),
     **dict.fromkeys(
         ("reward_model.reward_manager", "reward.reward_manager.name"),
-        Meaning(text="naive and dapo call a function for each sample, as the reward step does"),
+        _idle(
+            "naive and dapo are built, which call a function for each sample: a reward step of your own",
+            *("naive", "dapo", "prime"),
+            why="nothing is needed: it calls a function for each sample, as the reward step does",
+        ),
     ),
     **{f"critic.optim.{name}": Meaning(f"models.critic.optimizer.{name}") for name in ("lr", "weight_decay", "betas")},
     **dict.fromkeys(
@@ -408,9 +477,11 @@ VERL: Mapping[str, Meaning] = {
     **dict.fromkeys(("critic.ppo_epochs", "critic.ppo_mini_batch_size"), Meaning(text="those of the policy")),
     "critic.model.path": Meaning("models.critic.path"),
     "trainer.total_training_steps": Meaning("run.training_steps", make=_positive),
-    "trainer.total_epochs": Meaning(text="run.training_steps = rows of the data × passes / batch.prompts"),
+    "trainer.total_epochs": Meaning(
+        "run.training_steps", "passes × (rows of the data // batch.prompts)", together=True
+    ),
     "trainer.logger": Meaning("run.trackers", make=_trackers),
-    "trainer.project_name": Meaning(text=_NOTHING + "a run has one name, that of the experiment"),
+    "trainer.project_name": Meaning("run.trackers", "{NAME: {project: …}}, of mlflow {experiment: …}", together=True),
     "trainer.experiment_name": Meaning("run.name"),
     "trainer.n_gpus_per_node": Meaning(
         "layout.pools.worker.count", "GPUs of all nodes; of layout=split divided between two pools", together=True
@@ -419,12 +490,33 @@ VERL: Mapping[str, Meaning] = {
     "trainer.save_freq": Meaning("run.save_every", make=_positive),
     "trainer.test_freq": Meaning("val.every", make=_positive),
     "trainer.val_before_train": Meaning("val.at_start"),
-    "trainer.val_only": Meaning(text="distflow evaluate"),
+    "trainer.val_only": _idle("this recipe trains: to validate alone, `distflow evaluate`", False),
     "trainer.critic_warmup": Meaning("batch.critic_warmup"),
     "trainer.max_actor_ckpt_to_keep": Meaning("run.keep_checkpoints"),
     "trainer.default_local_dir": _FOLDER,
     "trainer.default_hdfs_dir": Meaning(text="run.copy_to"),
     "trainer.resume_mode": _RESUME,
+    "trainer.resume_from_path": _RESUME,
+    "trainer.max_critic_ckpt_to_keep": Meaning(text=_NOTHING + "a checkpoint has all models: run.keep_checkpoints"),
+    "trainer.esi_redundant_time": _RAY,
+    "trainer.device": Meaning("layout.pools.worker.device", make=_device),
+    "trainer.rollout_data_dir": _DUMPED,
+    "trainer.validation_data_dir": _DUMPED,
+    **dict.fromkeys(
+        ("reward_model.launch_reward_fn_async", "reward.launch_reward_fn_async"),
+        Meaning(text=_ALWAYS + ": samples are judged while others are generated"),
+    ),
+    **dict.fromkeys(
+        (
+            f"{above}.reward_kwargs.{name}"
+            for above in ("reward_model", "reward")
+            for name in (
+                *(f"overlong_buffer_cfg.{one}" for one in ("enable", "len", "penalty_factor", "log")),
+                "max_resp_len",
+            )
+        ),
+        Meaning("flow.steps.token_rewards.with.overlong_share", "len / max_resp_len", together=True),
+    ),
     **dict.fromkeys(("trainer.ray_wait_register_center_timeout", "actor_rollout_ref.nccl_timeout"), _RAY),
     **dict.fromkeys(("ray_kwargs.ray_init.num_cpus", "reward.num_workers", "data.dataloader_num_workers"), _SPEED),
     **dict.fromkeys(

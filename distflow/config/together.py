@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from distflow.config.division import Division, divide
 from distflow.config.foreign import shown
+
+RowCount = Callable[[str], int | None]
+"""Counts the rows of a file; None where that cannot be told."""
+
+
+def uncounted(_file: str) -> int | None:
+    """Count nothing."""
+    return None
+
 
 TENSOR_PARALLEL = {"vllm": "tensor_parallel_size", "sglang": "tensor_parallel"}
 """The option by which an engine has several GPUs."""
@@ -43,11 +52,23 @@ class Together:
     """Keys of which the expression alone told enough."""
     engine: str = "torch"
     backend: str = "torch"
+    length: str = "how long to train is not said as a number"
+    """Why training steps are not known, where they are not."""
     assumed: list[str] = field(default_factory=list)
     defaults: dict[str, Default] = field(default_factory=dict)
     """By key of the recipe, what the other tool takes where nothing is said."""
+    rows: dict[str, int] = field(default_factory=dict)
+    """Of files of prompts that could be counted."""
     notes: dict[str, str] = field(default_factory=dict)
     """Further comments, by key of the recipe."""
+
+    def whole_batches(self, files: Sequence[str], size: int) -> int:
+        """Return the whole batches of a pass over files; 0 where rows are not known, or there is none."""
+        known, rows = len(self.rows) == len(files) > 0, sum(self.rows.values())
+        batches = rows // size if known else 0
+        if not batches:
+            self.length = f"{rows} rows are less than a batch" if known else "rows are not known here"
+        return batches
 
     def by_default(self, key: str, here: Any, default: Default) -> None:
         """Set what the other tool takes where nothing is said, unless something else has set it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 import re
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
@@ -12,7 +13,7 @@ from distflow.config.foreign import Foreign, shown
 from distflow.config.other_tools import WORDS
 from distflow.config.schema import ATTENTION
 from distflow.config.script import Expression
-from distflow.config.together import Default, Together, counts_of, mixture, word
+from distflow.config.together import Default, RowCount, Together, counts_of, mixture, uncounted, word
 from distflow.config.trl_keys import AGGREGATES, shipped_reward, training_steps
 
 _OPTIMIZER = "models.policy.optimizer"
@@ -21,8 +22,8 @@ _SCORE = "score and val/avg@k are of the first that judges a sample: put correct
 _TRL_OFF = "TRL does not validate: eval_strategy is no"
 
 
-def of_trl(foreign: Foreign, given: Mapping[str, Any]) -> Together:
-    """Find what follows from several arguments. `given`: those whose values are known."""
+def of_trl(foreign: Foreign, given: Mapping[str, Any], count: RowCount = uncounted) -> Together:
+    """Find what follows from several arguments. `given`: those whose values are known; `count`: rows of a file."""
     found = Together()
     if foreign.parses:
         told = "convert the shell script that has it, or the YAML of --config, beside this script"
@@ -30,13 +31,15 @@ def of_trl(foreign: Foreign, given: Mapping[str, Any]) -> Together:
     each = _batch(found, given)
     _workers(found, given)
     _loss(found, given)
-    _lengths(found, given, each)
+    _source(found, foreign, "train_dataset", "data")
+    total = _total(found, foreign, given, count, each)
+    _lengths(found, given, each, total)
     _betas_and_decay(found, given, each)
     _sampling(found, given)
     _correction(found, given)
     _model(found, foreign, given)
     _functions(found, foreign, given)
-    _data(found, foreign, given, each)
+    _validation(found, foreign, given, each, total)
     _adapter(found, foreign)
     return found
 
@@ -93,11 +96,39 @@ def _workers(found: Together, given: Mapping[str, Any]) -> None:
         told[option] = text
 
 
-def _lengths(found: Together, given: Mapping[str, Any], each: int) -> None:
-    """Map what TRL counts in optimizer steps."""
-    made, total = found.made, found.number(given, "max_steps", -1)
-    if total > 0:
-        made["run.training_steps"] = max(1, total // each)
+def _total(found: Together, foreign: Foreign, given: Mapping[str, Any], count: RowCount, each: int) -> int:
+    """Map the length of the run, and return TRL's optimizer steps; 0: not known.
+
+    A pass has as many generation batches as are whole, which is what TRL's sampler yields.
+    """
+    key, made = "num_train_epochs", found.made
+    sources = [one["source"] for one in made.get("data.mix", {}).values()] or [made.get("data.source", "")]
+    found.rows = {source: rows for source in sources if (rows := count(source))}
+    if (steps := int(found.number(given, "max_steps", -1))) > 0:
+        made["run.training_steps"] = max(1, steps // each)
+        found.says[key] = "nothing is needed: max_steps is given"
+        return steps
+    if any(isinstance(foreign.given.get(one), Expression) for one in ("max_steps", key)):
+        return 0
+    found.says["max_steps"] = f"nothing is needed: {steps} leaves the length to {key}"
+    epochs, prompts = found.number(given, key, 3.0), made["batch.prompts"]
+    if not (batches := found.whole_batches(sources, prompts)):
+        told = f"write run.training_steps, {epochs:g} ({key}) × (rows of the data // {prompts}): {found.length}"
+        found.lacks[key] = told
+        found.assumed += [] if key in given else [told]
+        return 0
+    total: int = math.ceil(epochs * batches * each)
+    made["run.training_steps"] = max(1, total // each)
+    found.settled[key] = f"run.training_steps={made['run.training_steps']}"
+    found.notes["run.training_steps"] = f"{key} {epochs:g} × ({sum(found.rows.values())} rows // {prompts})"
+    if key not in given:
+        found.defaults["run.training_steps"] = Default(key, epochs, found.notes.pop("run.training_steps"))
+    return total
+
+
+def _lengths(found: Together, given: Mapping[str, Any], each: int, total: int) -> None:
+    """Map what TRL counts in optimizer steps, of which there are `total`."""
+    made = found.made
     strategy = given.get("save_strategy", "steps")
     if strategy == "steps" and (every := found.number(given, "save_steps", 500)) > 0:
         steps = training_steps(every, each, total)
@@ -117,8 +148,8 @@ def _lengths(found: Together, given: Mapping[str, Any], each: int) -> None:
         steps = training_steps(warmup, each, total, up=True)
         if steps is None:
             key = "warmup_steps" if given.get("warmup_steps") else "warmup_ratio"
-            found.lacks[key] = f"{_OPTIMIZER}.warmup_steps = {warmup} × run.training_steps, which is not known"
-            found.assumed.append(f"write {_OPTIMIZER}.warmup_steps, {warmup} × run.training_steps ({key})")
+            found.lacks[key] = f"write {_OPTIMIZER}.warmup_steps, {warmup} × run.training_steps"
+            found.assumed.append(f"{found.lacks[key]} ({key})")
         else:
             made[f"{_OPTIMIZER}.warmup_steps"] = steps
 
@@ -376,9 +407,8 @@ def _function(found: Together, foreign: Foreign, node: ast.expr, number: int) ->
         told = f"write an entry of {_FUNCTIONS} for each function that it gives, in place of {name}"
         found.assumed.append(f"reward_funcs has {_short(text)}, which only the script can tell: {told}")
     else:
-        inner = (
-            node.args[0] if isinstance(node, ast.Call) and text.startswith(("partial(", "functools.partial(")) else node
-        )
+        partial = isinstance(node, ast.Call) and text.startswith(("partial(", "functools.partial("))
+        inner = node.args[0] if isinstance(node, ast.Call) and partial else node
         named = isinstance(inner, ast.Call | ast.Name)
         of = ast.unparse(inner.func if isinstance(inner, ast.Call) else inner).rpartition(".")[2] if named else ""
         name = _fresh(foreign, of or f"reward_{number}")
@@ -435,9 +465,8 @@ def _beside(found: Together, foreign: Foreign) -> str:
     return name
 
 
-def _data(found: Together, foreign: Foreign, given: Mapping[str, Any], each: int) -> None:
-    """Map the data of training, and of validation if TRL validates."""
-    _source(found, foreign, "train_dataset", "data")
+def _validation(found: Together, foreign: Foreign, given: Mapping[str, Any], each: int, total: int) -> None:
+    """Map the data of validation if TRL validates."""
     strategy = str(given.get("eval_strategy", "no")).rpartition(".")[2].lower()
     held_out = ("eval_dataset", "eval_steps", "eval_on_start", "num_generations_eval", "dataset_test_split")
     if strategy in ("no", "false"):
@@ -450,7 +479,7 @@ def _data(found: Together, foreign: Foreign, given: Mapping[str, Any], each: int
         return
     if strategy == "steps":
         every = found.number(given, "eval_steps", None) or found.number(given, "logging_steps", 10)
-        steps = training_steps(every, each, found.number(given, "max_steps", -1))
+        steps = training_steps(every, each, total)
         if steps is None:
             found.lacks["eval_steps"] = f"val.every = {every} × run.training_steps"
         elif "eval_steps" in given:
@@ -510,6 +539,8 @@ def _loads_dataset(found: Together, foreign: Foreign, call: ast.Call, split: str
     split = split or (own["split"] if isinstance(own.get("split"), str) else None)
     files = own.get("data_files")
     files = files.get(split or "train") if isinstance(files, dict) else files
+    if files is not None and "[" in str(split):
+        return False
     if isinstance(files, list) and len(files) > 1:
         found.made[f"{section}.mix"] = mixture(files)
         return True
@@ -556,12 +587,8 @@ def _adapter(found: Together, foreign: Foreign) -> None:
         known["targets"] = [known["targets"]]
     found.made["models.policy.lora"] = known
     for key, value in given.items():
-        idle = (
-            "task_type",
-            "bias",
-            "inference_mode",
-            *(names if key not in names or not isinstance(value, Expression) else ()),
-        )
+        read = () if key in names and isinstance(value, Expression) else names
+        idle = ("task_type", "bias", "inference_mode", *read)
         if key not in idle and value not in (None, False, 0, 0.0):
             why = WORDS.get(key, "nothing stands for it in models.policy.lora")
             found.assumed.append(f"{key}={shown(value)} of LoraConfig is left out, since {why}")

@@ -24,6 +24,7 @@ from distflow.config.meanings import (
     Meaning,
     Unneeded,
     as_filter,
+    idle,
     one_of,
     option,
     trackers,
@@ -142,7 +143,7 @@ TRL: Mapping[str, Meaning] = {
     "num_generations_eval": Meaning("val.samples_per_prompt", together=True),
     "num_iterations": Meaning("batch.epochs"),
     "max_steps": Meaning("run.training_steps", _UNITS, together=True),
-    "num_train_epochs": Meaning(text="run.training_steps = rows of the data × passes / batch.prompts"),
+    "num_train_epochs": Meaning("run.training_steps", "passes × (rows of the data // batch.prompts)", together=True),
     "max_completion_length": Meaning("flow.steps.sample.with.max_new_tokens"),
     "max_prompt_length": Meaning("data.max_prompt_tokens"),
     "temperature": Meaning("flow.steps.sample.with.temperature"),
@@ -305,10 +306,8 @@ TRL: Mapping[str, Meaning] = {
         ),
         _HUB,
     ),
-    **dict.fromkeys(
-        ("tools", "environment_factory", "rollout_func", "max_tool_calling_iterations"), Meaning(text=TURNS)
-    ),
-    "callbacks": Meaning(text="run.trackers, run.stop_when, or a client of the run (docs/python.md)"),
+    **dict.fromkeys(("tools", "environment_factory", "rollout_func", "max_tool_calling_iterations"), idle(TURNS, [])),
+    "callbacks": idle("run.trackers, run.stop_when, or a client of the run (docs/python.md)", []),
     # Options of `trl grpo` besides these.
     "model_name_or_path": Meaning("models.policy.path", together=True),
     **{name: Meaning(f"models.policy.{name}", together=True) for name in ("dtype", "attn_implementation")},
@@ -327,7 +326,7 @@ TRL: Mapping[str, Meaning] = {
     "dataset_test_split": Meaning("val.data.source", "hub:ID, and val.data.with.split", together=True),
     "dataset_streaming": SPEED,
     **dict.fromkeys(("use_peft", "lora_r", "lora_alpha", "lora_target_modules", "lora_task_type"), LORA),
-    "lora_dropout": Meaning(text=NO_DROPOUT),
+    "lora_dropout": idle(NO_DROPOUT, 0),
     **dict.fromkeys(
         ("lora_target_parameters", "lora_modules_to_save", "use_rslora", "use_dora"),
         unbuilt("models.policy.lora has rank, alpha and targets", False),

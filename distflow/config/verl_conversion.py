@@ -7,7 +7,7 @@ from typing import Any
 
 from distflow.config.foreign import shown
 from distflow.config.other_tools import ESTIMATORS
-from distflow.config.together import REFERENCE, TENSOR_PARALLEL, Default, Together, counts_of, word
+from distflow.config.together import REFERENCE, TENSOR_PARALLEL, Default, RowCount, Together, counts_of, uncounted, word
 from distflow.config.verl_training import carry
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
@@ -15,11 +15,12 @@ _UPDATE = "flow.steps.update.with."
 _KL_REWARD = "algorithm.use_kl_in_reward"
 
 
-def of_verl(given: Mapping[str, Any], file_stem: str) -> Together:
-    """Find what follows from several keys. `file_stem`: the name of what is converted."""
+def of_verl(given: Mapping[str, Any], file_stem: str, count: RowCount = uncounted) -> Together:
+    """Find what follows from several keys. `file_stem`: the name of what is converted; `count`: rows of a file."""
     found = Together()
     prompts = found.count(given, "data.train_batch_size", 1024)
     found.made["batch.prompts"] = prompts
+    steps = _length(found, given, count)
     size = found.count(given, _ACTOR + "ppo_mini_batch_size", min(prompts, 256))
     found.minibatches(prompts, prompts / size, f"{prompts} prompts do not divide into mini-batches of {size}")
     estimator = word(given, "algorithm.adv_estimator", "gae")
@@ -33,8 +34,40 @@ def of_verl(given: Mapping[str, Any], file_stem: str) -> Together:
     _adapter_and_reward(found, given)
     _workers(found, given)
     _corrections(found, given)
-    carry(found, given, file_stem)
+    carry(found, given, file_stem, steps)
     return found
+
+
+def _length(found: Together, given: Mapping[str, Any], count: RowCount) -> int:
+    """Return the training steps of the run, by its epochs where it has no number of them; 0: not known.
+
+    As verl's data loader has it (drop_last), each epoch has whole batches alone.
+    """
+    key, epochs_key = "trainer.total_training_steps", "trainer.total_epochs"
+    listed = given.get("data.train_files")
+    files = [str(one) for one in (listed if isinstance(listed, list) else [listed] if listed else [])]
+    found.rows = {file: rows for file in files if (rows := count(file))}
+    if (steps := int(found.number(given, key, 0))) > 0:
+        found.says[epochs_key] = f"nothing is needed: {key} is given"
+        return steps
+    epochs = int(found.number(given, epochs_key, 30))
+    gets = "data.train_batch_size"
+    if given.get("algorithm.filter_groups.enable") and given.get("data.gen_batch_size"):
+        gets = "data.gen_batch_size"
+    size = found.count(given, gets, 1024)
+    usual = "" if epochs_key in given else ", verl's default"
+    batches = found.whole_batches(files, size)
+    if not batches:
+        told = f"run.training_steps = {epochs} (total_epochs{usual}) × (rows of data.train_files // {size})"
+        found.lacks |= {epochs_key: f"{told}: {found.length}"} if epochs_key in given else {}
+        found.assumed += [] if epochs_key in given else [f"{told}: {found.length}"]
+        return 0
+    steps, rows = epochs * batches, sum(found.rows.values())
+    most = ", at most: before filter_overlong_prompts" if given.get("data.filter_overlong_prompts") else ""
+    found.made["run.training_steps"] = steps
+    found.notes["run.training_steps"] = f"total_epochs {epochs}{usual} × ({rows} rows // {gets} {size}){most}"
+    found.settled[epochs_key] = f"run.training_steps={steps}"
+    return steps
 
 
 def _loss(found: Together, given: Mapping[str, Any]) -> None:
@@ -120,6 +153,10 @@ def _corrections(found: Together, given: Mapping[str, Any]) -> None:
     made[_UPDATE + "tis"] = bound if kind == "token" else None
     if at + "rollout_is" not in given:
         found.defaults[_UPDATE + "tis"] = Default(at + "rollout_is", None)
+    cap = found.number(given, _ACTOR + "tis_imp_ratio_cap", -1)
+    if cap > 0 and kind is None:
+        made[_UPDATE + "tis"] = cap
+        found.defaults.pop(_UPDATE + "tis", None)
     if kind == "sequence":
         made[_UPDATE + "correction"] = {"sequence_tis": [0.0, bound]}
     elif kind not in (None, "token"):

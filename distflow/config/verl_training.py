@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from distflow.config.foreign import shown
+from distflow.config.meanings import SLEEPS, tracker_names
 from distflow.config.together import Default, Together, word
 
 _ACTOR = "actor_rollout_ref.actor."
@@ -14,6 +16,8 @@ _UNBOUNDED = 1_000_000
 """Refills of a ledger: no more than there are prompts."""
 _FILTER = "algorithm.filter_groups."
 _BUFFERS = ("reward_model.reward_kwargs.", "reward.reward_kwargs.")
+_LIKE_GRPO = ("grpo", "grpo_kl", "gspo", "cispo", "dr_grpo")
+"""Flows whose advantage is that of grpo, which can take rewards of tokens."""
 _PARALLEL = ("tensor_model", "pipeline_model", "virtual_pipeline_model", "context", "expert_model", "expert_tensor")
 _DIVIDED = (
     "training has no tensor, pipeline, sequence or expert parallelism here: backend fsdp, or deepspeed with zero=3, "
@@ -21,18 +25,54 @@ _DIVIDED = (
 )
 
 
-def carry(found: Together, given: Mapping[str, Any], file_stem: str) -> None:
-    """Write what is known, and tell what cannot be carried over. `file_stem`: the name of what is converted."""
+def carry(found: Together, given: Mapping[str, Any], file_stem: str, steps: int) -> None:
+    """Write what is known, and tell what cannot be carried over.
+
+    `file_stem`: the name of what is converted; `steps`: training steps, 0 if not known.
+    """
     _reward(found, given, file_stem)
     _filter(found, given)
     _overlong(found, given)
     _returns(found, given)
     for part, model in ((_ACTOR, "policy"), ("critic.", "critic")):
         if model == "policy" or found.flow == "ppo":
-            _rates(found, given, f"{part}optim.", f"models.{model}.optimizer")
+            _rates(found, given, f"{part}optim.", f"models.{model}.optimizer", steps)
     _critic(found, given)
     _parallel(found, given)
     _kept(found, given)
+    _sleep(found, given)
+    _tracked(found, given)
+
+
+_CACHE = "actor_rollout_ref.rollout.free_cache_engine"
+_PROJECTS = {"wandb": "project", "swanlab": "project", "trackio": "project", "mlflow": "experiment"}
+"""Options of trackers for what verl has as the name of the project."""
+
+
+def _sleep(found: Together, given: Mapping[str, Any]) -> None:
+    """Let the engine leave the GPU while its worker trains, as verl's does unless it is told."""
+    if found.layout != "colocated":
+        found.says[_CACHE] = "nothing is needed: with layout=split no engine shares a GPU with training"
+    elif given.get(_CACHE) is False:
+        found.says[_CACHE] = f"false: off here, too, unless it is written ({SLEEPS})"
+    elif given.get(_CACHE) is None:
+        found.by_default("layout.pools.worker.offload", True, Default(_CACHE, True))
+    else:
+        found.made["layout.pools.worker.offload"] = True
+        found.settled[_CACHE] = "layout.pools.worker.offload=true"
+
+
+def _tracked(found: Together, given: Mapping[str, Any]) -> None:
+    """Give trackers the name of the project; that of the experiment is the run's, which they take."""
+    key, project, names = "trainer.project_name", given.get("trainer.project_name"), given.get("trainer.logger")
+    options = {name: _PROJECTS[name] for name in tracker_names(names) if name in _PROJECTS}
+    if project is None or not options:
+        found.says[key] = "nothing is needed: no tracker of trainer.logger has a project"
+        return
+    made = {name: {options[name]: str(project)} if name in options else True for name in tracker_names(names)}
+    found.made["run.trackers"] = made
+    found.settled["trainer.logger"] = f"run.trackers={shown(made)}"
+    found.settled[key] = ", ".join(f"run.trackers.{name}.{option}={project}" for name, option in options.items())
 
 
 def _reward(found: Together, given: Mapping[str, Any], stem: str) -> None:
@@ -55,6 +95,16 @@ def _reward(found: Together, given: Mapping[str, Any], stem: str) -> None:
 
 def _filter(found: Together, given: Mapping[str, Any]) -> None:
     keys = (_FILTER + "max_num_gen_batches", "data.gen_batch_size")
+    metric = given.get(_FILTER + "metric")
+    on = given.get(_FILTER + "enable") and found.flow == "dapo"
+    if on and metric is not None and metric != "score":
+        punished = any(key.endswith("overlong_buffer_cfg.len") for key in given)
+        own = any("custom_reward_function." in key for key in given)
+        if own if metric == "acc" else (punished or metric != "seq_reward"):
+            found.lacks[_FILTER + "metric"] = (
+                f"flow=dapo compares the scores of a group, without {metric}: where these differ, return {metric} as "
+                "the score, or write a filter step of your own (docs/custom-steps.md)"
+            )
     if not given.get(_FILTER + "enable") or found.flow != "dapo":
         found.says |= dict.fromkeys(keys, "nothing is needed: no group is filtered")
         return
@@ -77,10 +127,10 @@ def _overlong(found: Together, given: Mapping[str, Any]) -> None:
     longest = found.count(given, f"{above}max_resp_len", longest)
     keys = (*(at + name for name in ("enable", "len", "penalty_factor", "log")), f"{above}max_resp_len")
     on = bool(above) and given.get(at + "enable") is not False and buffer > 0
-    if on and found.flow in ("grpo", "grpo_kl", "dapo", "ppo"):
+    if on and found.flow in (*_LIKE_GRPO, "dapo", "ppo"):
         factor = found.number(given, at + "penalty_factor", 1.0)
         settings = {"overlong_share": buffer / longest, "overlong_factor": factor, "max_new_tokens": longest}
-        if found.flow in ("grpo", "grpo_kl"):
+        if found.flow in _LIKE_GRPO:
             found.made[f"{step}.call"] = "distflow.workers.shaping:token_rewards"
             found.made["flow.steps.advantage.with.token_rewards"] = True
         found.made |= {f"{step}.with.{name}": value for name, value in settings.items()}
@@ -89,6 +139,7 @@ def _overlong(found: Together, given: Mapping[str, Any]) -> None:
         )
     elif on:
         found.lacks[at + "enable"] = f"flow={found.flow} has no step token_rewards: add its overlong_share by hand"
+        found.says |= dict.fromkeys(keys[1:], "of overlong_buffer_cfg.enable")
     elif found.flow == "dapo":
         found.made |= {step: None, "flow.steps.advantage.with.token_rewards": False}
     if not on:
@@ -123,9 +174,9 @@ def _returns(found: Together, given: Mapping[str, Any]) -> None:
         found.lacks["algorithm.kl_ctrl.type"] = "adaptive is not built: the coefficient stays as it is"
 
 
-def _rates(found: Together, given: Mapping[str, Any], at: str, optimizer: str) -> None:
+def _rates(found: Together, given: Mapping[str, Any], at: str, optimizer: str, steps: int) -> None:
     """Map what is a share of the run or of the rate, which verl counts in training steps, too."""
-    steps, ratio = found.number(given, "trainer.total_training_steps", 0), given.get(at + "lr_warmup_steps_ratio")
+    ratio = given.get(at + "lr_warmup_steps_ratio")
     warmup = found.number(given, at + "lr_warmup_steps", -1)
     key = at + ("lr_warmup_steps" if warmup >= 0 else "lr_warmup_steps_ratio")
     if warmup < 0 and isinstance(ratio, int | float) and ratio:

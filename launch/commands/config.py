@@ -248,7 +248,9 @@ def convert(file: Path) -> int:
     from distflow.config.conversion import convert as converted
     from distflow.config.conversion import written
     from distflow.config.foreign import read_foreign
+    from distflow.data.files import count_rows
 
     foreign = read_foreign(file.expanduser())
-    click.echo(written(foreign, converted(foreign)), nl=False)
+    found = converted(foreign, lambda name: count_rows(Path(name).expanduser()))
+    click.echo(written(foreign, found), nl=False)
     return 0

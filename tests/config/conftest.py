@@ -10,6 +10,7 @@ import pytest
 
 from distflow.config.conversion import Converted, convert, written
 from distflow.config.foreign import read_foreign
+from distflow.data.files import count_rows
 from distflow.flow.recipe_check import plan_recipe
 
 
@@ -22,7 +23,7 @@ def converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str,
         path = tmp_path / name
         path.write_text(text)
         foreign = read_foreign(path)
-        found = convert(foreign)
+        found = convert(foreign, lambda name: count_rows(Path(name)))
         return found, written(foreign, found)
 
     return make

@@ -297,7 +297,15 @@ def test_all_files_of_prompts_are_given(of_verl: Any) -> None:
     assert {name: Path(one.source).name for name, one in recipe.data.mix.items()} == {"x": "x.jsonl", "y": "y.jsonl"}
     assert {tuple(one.fields.items()) for one in recipe.data.mix.values()} == {(("prompt", "q"),)}
     assert (Path(recipe.val.data.source).name, recipe.val.data.fields) == ("y.jsonl", {"prompt": "q"})
+    assert {one.weight for one in recipe.data.mix.values()} == {1}
+    assert "weights are rows: all are drawn alike" in text
+    assert "weight of each" not in text
+
+
+def test_weights_of_files_that_cannot_be_counted_are_to_do(converted: Any) -> None:
+    _, text = converted("run.sh", "data.train_files=[nowhere/x.parquet,nowhere/y.parquet] data.train_batch_size=8")
     assert "# To do: weight of each of x, y in data.mix: its rows" in text
+    assert "rows are not known here" in text
 
 
 def test_sources_are_named_by_what_tells_their_files_apart(converted: Any) -> None:
@@ -526,6 +534,7 @@ def test_the_dictionary_names_keys_that_there_are() -> None:
         "gae": read_declaration("distflow.workers.critic:gae").parameters.settings,
         "critic_update": read_declaration("distflow.workers.critic:critic_update").parameters.settings,
         "advantage": read_parameters(find_source("distflow.algorithms.advantages:grpo").node).settings,
+        "token_rewards": read_declaration("distflow.workers.shaping:token_rewards").parameters.settings,
     }
     for key in {meaning.to for meaning in (*TRL.values(), *VERL.values()) if "." in meaning.to}:
         path = key.split(".")
@@ -565,7 +574,23 @@ def table(meanings: dict[str, str]) -> list[str]:
         lead = next((lead for lead in LEADS if text.startswith(f"{lead}: ")), shared)
         reason = text.removeprefix(lead).removeprefix(": ")
         rows.setdefault(lead, []).append(", ".join(words) + (f" ({reason})" if reason else ""))
-    return [f"| {'; '.join(words)} | {text} |" for text, words in rows.items()]
+    return [f"| {capped(words)} | {text} |" for text, words in rows.items()]
+
+
+MOST = 300
+"""Characters of a cell: a reader takes in no more, and `distflow convert` says the rest."""
+
+
+def capped(parts: list[str]) -> str:
+    """Join what has one row, up to `MOST` characters, and tell how many words are left."""
+    words = [word for part in parts for word in re.split(r", (?=`)", part)]
+    kept = words[:1]
+    for word in words[1:]:
+        if len("; ".join([*kept, word])) > MOST - 50:
+            break
+        kept.append(word)
+    left = len(words) - len(kept)
+    return "; ".join(kept) + (f"; and {left} more, which `distflow convert` names" if left else "")
 
 
 def said(meaning: Meaning) -> str:
@@ -589,3 +614,81 @@ def tables() -> str:
 def test_the_page_is_made_of_the_dictionary() -> None:
     page = (Path(__file__).parents[2] / "docs" / "from-other-tools.md").read_text()
     assert page[page.index("## TRL's arguments") :] == tables()
+    assert max(len(cell) for line in tables().splitlines() for cell in line.split(" | ")) <= MOST
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("rollout.multi_turn.enable=true rollout.multi_turn.max_assistant_turns=5", "a generate step of your own"),
+        ("rollout.agent.default_agent_loop=tool_agent", "a generate step of your own"),
+        ("actor_rollout_ref.model.override_config.attention_dropout=0.1", "no dropout is applied here"),
+        ("actor.clip_ratoi=0.3", "not in the dictionary: did you mean actor_rollout_ref.actor.clip_ratio?"),
+        ("trainer.val_only=true", "this recipe trains"),
+        ("trainer.resume_mode=resume_path", "checkpoints of other tools are not read"),
+        ("data.reward_fn_key=kind", "functions get the column data_source"),
+        ("trainer.total_epochs=15", "run.training_steps = 15 (total_epochs) × (rows of data.train_files // 1024)"),
+    ],
+)
+def test_what_would_train_otherwise_is_to_do(of_verl: Any, words: str, told: str) -> None:
+    _, text, _ = of_verl(words)
+    (line,) = [line for line in text.splitlines() if line.startswith("# To do: ") and told in line]
+    assert words.split("=")[0].rpartition(".")[2] in line
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "rollout.multi_turn.enable=false rollout.multi_turn.max_assistant_turns=5 trainer.resume_mode=disable",
+        "actor_rollout_ref.model.override_config.resid_pdrop=0.0 trainer.device=cuda trainer.resume_mode=auto",
+        "trainer.val_only=false data.reward_fn_key=data_source reward_model.launch_reward_fn_async=true",
+        "trainer.rollout_data_dir=/x trainer.validation_data_dir=/y trainer.max_critic_ckpt_to_keep=2",
+    ],
+)
+def test_what_does_nothing_there_needs_nothing(of_verl: Any, words: str) -> None:
+    assert not [one for one in of_verl(words)[0].accounts if one.kind == "lacks"]
+
+
+@pytest.mark.parametrize(("rows", "size", "epochs", "steps"), [((70,), 16, 15, 60), ((40, 25), 8, 2, 16)])
+def test_passes_are_counted_in_rows(
+    converted: Any, tmp_path: Path, rows: tuple[int, ...], size: int, epochs: int, steps: int
+) -> None:
+    """As the data loader of verl does, which drops what is no whole batch of a pass."""
+    for n, count in enumerate(rows):
+        (tmp_path / f"t{n}.jsonl").write_text('{"prompt": "1="}\n' * count)
+    files = ",".join(f"t{n}.jsonl" for n in range(len(rows)))
+    words = f"data.train_files=[{files}] data.train_batch_size={size} trainer.total_epochs={epochs} "
+    words += "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1"
+    recipe = yaml.safe_load(converted("run.sh", words)[1])
+    assert recipe["run"]["training_steps"] == steps
+    assert recipe["models"]["policy"]["optimizer"]["warmup_steps"] == steps // 10
+    if len(rows) > 1:
+        assert tuple(one["weight"] for one in recipe["data"]["mix"].values()) == rows
+
+
+def test_an_engine_leaves_the_gpu_as_verls_does(of_verl: Any) -> None:
+    for words, offload in (
+        ("", True),
+        (" rollout.free_cache_engine=true", True),
+        (" rollout.free_cache_engine=false", False),
+    ):
+        recipe = of_verl(f"rollout.name=sglang{words}")[2]
+        assert recipe.layout.pools["worker"].offload is offload
+
+
+def test_trackers_have_the_project(of_verl: Any) -> None:
+    words = "trainer.logger=[console,wandb,tensorboard,mlflow] trainer.project_name=sums trainer.experiment_name=one"
+    recipe = of_verl(words)[2]
+    assert recipe.run.trackers == {"wandb": {"project": "sums"}, "tensorboard": True, "mlflow": {"experiment": "sums"}}
+    assert recipe.run.name == "one"
+
+
+@pytest.mark.parametrize(("flow", "there"), [("gspo", "loss_mode=gspo"), ("cispo", "loss_mode=cispo")])
+def test_long_responses_are_punished_with_other_losses(of_verl: Any, flow: str, there: str) -> None:
+    at = "reward_model.reward_kwargs."
+    words = f"actor.policy_loss.{there} data.max_response_length=800 {at}overlong_buffer_cfg.enable=true "
+    words += f"{at}overlong_buffer_cfg.len=200 {at}overlong_buffer_cfg.penalty_factor=0.5 {at}max_resp_len=800"
+    found, text, recipe = of_verl(words)
+    assert yaml.safe_load(text)["defaults"][0] == {"flow": flow}
+    assert recipe.flow.steps["token_rewards"].with_["overlong_share"] == 0.25
+    assert not [one for one in found.accounts if one.kind == "lacks"]

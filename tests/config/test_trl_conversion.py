@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -250,6 +251,81 @@ def test_what_trl_counts_in_optimizer_steps(
 def test_a_ratio_of_a_length_that_is_not_known_is_to_do(converted: Any) -> None:
     _, text = converted("a.py", grpo(warmup_ratio=0.1))
     assert "# To do: write models.policy.optimizer.warmup_steps, 0.1 × run.training_steps (warmup_ratio)\n" in text
+
+
+@pytest.mark.parametrize(
+    ("epochs", "rows", "config", "steps"),
+    [
+        (2, 70, {"num_generations": 4, "num_processes": 1, **FOUR_IN_EIGHT, "warmup_ratio": 0.1}, 8),
+        (1.5, 65, {"num_generations": 4, "num_processes": 2, "num_iterations": 2, "warmup_ratio": 0.25}, 24),
+        (None, 40, {"num_processes": 4, "warmup_steps": 0.5}, 30),
+    ],
+)
+def test_passes_are_counted_in_rows(
+    converted: Any, tmp_path: Path, epochs: float | None, rows: int, config: dict[str, Any], steps: int
+) -> None:
+    """As TRL's sampler does, which leaves out what is no whole generation batch; three passes by default."""
+    (tmp_path / "x.jsonl").write_text('{"prompt": "1="}\n' * rows)
+    given = config if epochs is None else {**config, "num_train_epochs": epochs}
+    _, text = converted("a.py", grpo(data="load_dataset('json', data_files='x.jsonl')", **given))
+    recipe = yaml.safe_load(text)
+    assert recipe["run"]["training_steps"] == steps
+    share = config.get("warmup_ratio") or config["warmup_steps"]
+    assert recipe["models"]["policy"]["optimizer"]["warmup_steps"] == math.ceil(share * steps)
+    assert "run.training_steps" not in "".join(line for line in text.splitlines() if line.startswith("# To do"))
+
+
+@pytest.mark.parametrize(
+    "data", ["data", "load_dataset('org/prompts')", "load_dataset('json', data_files='none.json')"]
+)
+def test_passes_over_rows_that_are_not_known_are_to_do(converted: Any, data: str) -> None:
+    _, text = converted("a.py", grpo(data=data, num_train_epochs=2))
+    assert re.search(r"# To do: num_train_epochs=2: write run.training_steps, 2 .*: rows are not known here\n", text)
+    assert "not said as a number" not in text
+    assert "# To do: run.training_steps is 100, since rows are not known here\n" in text
+
+
+def test_a_part_of_a_file_is_a_data_set_of_the_script(converted: Any, tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text('{"prompt": "1="}\n' * 64)
+    _, text = converted("a.py", grpo(data="load_dataset('json', data_files='x.jsonl', split='train[:8]')"))
+    assert yaml.safe_load(text)["data"]["source"].startswith("./a_parts.py:")
+    assert "rows are not known here" in text
+
+
+@pytest.mark.parametrize(
+    ("argument", "told"),
+    [
+        ("tools=[search]", "a generate step of your own"),
+        ("environment_factory=Maze", "a generate step of your own"),
+        ("rollout_func=play", "a generate step of your own"),
+        ("callbacks=[Stop()]", "run.trackers, run.stop_when"),
+        ("max_step=10", "did you mean max_steps?"),
+        ("lr=0.5", "did you mean models.policy.optimizer.lr?"),
+        ("epsilonhigh=0.3", "did you mean epsilon_high?"),
+        ("loss_type='sapo'", "sapo is not built"),
+        ("xyzzy=1", "see whether these change the training"),
+    ],
+)
+def test_what_would_train_otherwise_is_to_do(converted: Any, argument: str, told: str) -> None:
+    _, text = converted("a.py", f"GRPOTrainer('m', [f], GRPOConfig('out'), data, {argument})\n")
+    (line,) = [line for line in text.splitlines() if line.startswith("# To do: ") and told in line]
+    assert argument.partition("=")[0] in line
+
+
+def test_options_and_files_that_would_train_otherwise_are_to_do(converted: Any) -> None:
+    _, text = converted("a.sh", "trl grpo --model_name_or_path m --max_tool_calling_iterations 5 --lora_dropout 0.1\n")
+    assert "# To do: max_tool_calling_iterations=5: a generate step of your own" in text
+    assert "# To do: lora_dropout=0.1: adapters have no dropout" in text
+    converted("b.py", grpo())
+    _, text = converted("b.sh", "accelerate launch --config_file zero2.yaml b.py\n")
+    assert "# To do: config_file=zero2.yaml: zero2.yaml is neither here nor beside b.sh" in text
+
+
+def test_what_does_nothing_there_needs_nothing(converted: Any) -> None:
+    found, _ = converted(
+        "a.py", "GRPOTrainer('m', [f], GRPOConfig('out', max_steps=5), data, tools=None, callbacks=[])\n"
+    )
+    assert not [one for one in found.accounts if one.kind == "lacks"]
 
 
 def test_trls_defaults_that_are_others_here_are_written(converted: Any) -> None:
