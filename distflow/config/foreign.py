@@ -15,7 +15,9 @@ from typing import Any
 
 import yaml
 
-from distflow.config.script import Expression, read_script, value_of
+from distflow.config.script import Expression, value_of
+from distflow.config.script_values import plain
+from distflow.config.script_walk import read_script
 from distflow.config.shell import Command, commands_of, unknown_in
 from distflow.config.trl_keys import TRL
 from distflow.errors import UserError
@@ -114,8 +116,16 @@ def _script(file: Path, text: str, options: Mapping[str, Any] | None = None) -> 
         raise UserError(f"{file}:{error.lineno}: {error.msg} — expected a Python script") from error
     options = dict(options or {})
     found = read_script(tree, options)
-    own = {key: value for key, value in options.items() if key in found.own or not found.parses}
-    given = found.given | {key: value for key, value in options.items() if key not in own}
+    if found.several:
+        lines = ", ".join(f"line {line}" for line in found.several)
+        told = f"{len(found.several)} trainers or configurations are made ({lines})"
+        raise UserError(f"{file}: {told} — leave one of them, in a copy of the script")
+    own = {
+        key: value
+        for key, value in options.items()
+        if key in found.own or not found.parses or not (found.parsed or _OTHER_CLASSES.match(key))
+    }
+    given = {key: value for key, value in options.items() if key not in own} | found.given
     if _is_parsed(given.get("peft_config")):
         given["peft_config"] = _as_script(file, options).derived.get("peft_config")
     given |= {f"--{key}": value for key, value in own.items()}
@@ -126,6 +136,10 @@ def _script(file: Path, text: str, options: Mapping[str, Any] | None = None) -> 
     )
 
 
+_OTHER_CLASSES = re.compile(
+    r"(lora_|use_peft|use_dora|use_rslora|load_in_|model_name|model_revision|dataset_|reward_|torch_dtype|dtype|attn_|trust_)"
+)
+"""Options that are not of GRPOConfig."""
 _OWN_OPTION = "an option of the script's own, whose value stands where the script uses it"
 
 
@@ -457,7 +471,7 @@ def _plain(text: str) -> Any:
 def shown(value: Any) -> str:
     """Write a value in one line, as YAML."""
     if isinstance(value, Expression):
-        return " ".join(str(value).split())
+        return plain(" ".join(str(value).split()))
     text = yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("...\n").strip()
     # In a comment it has one line.
     return json.dumps(value, ensure_ascii=False) if "\n" in text else text

@@ -613,3 +613,136 @@ def test_a_model_that_the_script_loads_is_told_once(converted: Any) -> None:
     (model,) = [one for one in found.accounts if one.key == "model"]
     assert (model.kind, model.text) == ("maps", "models.policy.path=org/model")
     assert "dtype: bfloat16  # TRL's default: the optimizer's weights are float32, as the script loads them" in text
+
+
+ORDERED = {
+    "a condition": (
+        "lr = 1e-6\nif os.environ.get('DEBUG'):\n    lr = 1e-3\nc = GRPOConfig(learning_rate=lr)",
+        {},
+        {"lr": 3},
+    ),
+    "a constant condition": (
+        "DEBUG = False\nlr = 1e-5\nif DEBUG:\n    lr = 1e-3\nc = GRPOConfig(learning_rate=lr)",
+        {"lr": 1e-5},
+        {},
+    ),
+    "a condition that ends": (
+        "if len(argv) > 9:\n    lr = 1\n    raise SystemExit\nlr = 1e-5\nc = GRPOConfig(learning_rate=lr)",
+        {"lr": 1e-5},
+        {},
+    ),
+    "a condition around an edit": (
+        "c = GRPOConfig(learning_rate=1e-6, beta=0.1)\nif argv:\n    c.learning_rate = 1e-2",
+        {"beta": 0.1},
+        {"learning_rate": 3},
+    ),
+    "a condition around an entry": (
+        "kw = {'learning_rate': 1e-6, 'beta': 0.1}\nargv and kw.update(learning_rate=1)\nc = GRPOConfig(**kw)",
+        {"beta": 0.1},
+        {"learning_rate": 2},
+    ),
+    "match": ("match name:\n    case 1: lr = 1\n    case _: lr = 2\nc = GRPOConfig(learning_rate=lr)", {}, {"lr": 3}),
+    "try": (
+        "try:\n    lr = float(x)\nexcept KeyError:\n    lr = 1e-5\nc = GRPOConfig(learning_rate=lr)",
+        {},
+        {"lr": 4},
+    ),
+    "a loop": (
+        "lr = 1e-6\nfor lr in [1e-5, 1e-4]:\n    c = GRPOConfig(learning_rate=lr, beta=0.1)",
+        {"beta": 0.1},
+        {"learning_rate": 3},
+    ),
+    "rounds": (
+        "lr = 1e-6\nwhile more():\n    c = GRPOConfig(learning_rate=lr)\n    lr = lr * 2",
+        {},
+        {"learning_rate": 3},
+    ),
+    "sums": (
+        "lr = 1e-6\nlr *= 10\nc = GRPOConfig(learning_rate=lr, beta=0.3)\nc.beta *= 2\nc.num_generations //= 2",
+        {"lr": 1e-5, "beta": 0.6, "num_generations": 4},
+        {},
+    ),
+    "dictionaries": (
+        "kw = dict(learning_rate=1e-6, beta=0.3)\nkw |= {'learning_rate': 1e-5}\nkw.pop('beta')\n"
+        "kw.setdefault('beta', 0.1)\nkw.setdefault('learning_rate', 7)\nc = GRPOConfig(**kw)",
+        {"lr": 1e-5, "beta": 0.1},
+        {},
+    ),
+    "del and another name": (
+        "kw = {'beta': 0.3}\nother = kw\nother['learning_rate'] = 1e-5\ndel kw['beta']\nc = GRPOConfig(**kw)",
+        {"lr": 1e-5},
+        {},
+    ),
+    "parameters": (
+        "def build(lr=1e-6, beta=0.1):\n    return GRPOConfig(learning_rate=lr, beta=beta)\n"
+        "lr, beta = 1, 0.5\nc = build(lr=1e-5)",
+        {"lr": 1e-5, "beta": 0.1},
+        {},
+    ),
+    "globals": (
+        "lr = 1\ndef set_it():\n    global lr\n    lr = 1e-5\ndef other():\n    lr = 3\n"
+        "set_it()\nother()\nc = GRPOConfig(learning_rate=lr)",
+        {"lr": 1e-5},
+        {},
+    ),
+    "a function that edits": (
+        "def edit(it, **more):\n    it.learning_rate = more['lr']\nc = GRPOConfig()\nedit(c, lr=1e-5)",
+        {"lr": 1e-5},
+        {},
+    ),
+    "one before": ("d = GRPOConfig(beta=0.3, learning_rate=1)\nc = GRPOConfig(learning_rate=1e-5)", {"lr": 1e-5}, {}),
+    "one behind": ("c = GRPOConfig(learning_rate=1e-5)\nd = GRPOConfig(beta=0.3, learning_rate=1)", {"lr": 1e-5}, {}),
+    "replace": (
+        "c = GRPOConfig(learning_rate=1)\nc = dataclasses.replace(c, learning_rate=1e-5)\nsetattr(c, 'beta', 0.1)",
+        {"lr": 1e-5, "beta": 0.1},
+        {},
+    ),
+    "a copy": ("d = GRPOConfig(learning_rate=1e-5)\nc = copy.deepcopy(d)\nd.learning_rate = 1", {"lr": 1e-5}, {}),
+    "a name bound anew": ("lr = 1e-5\nc = GRPOConfig(learning_rate=lr)\nlr = 1", {"lr": 1e-5}, {}),
+    "a method": (
+        "c = GRPOConfig(learning_rate=1e-5)\nc.set_training(seed=1)",
+        {"lr": 1e-5},
+        {"c.set_training(seed=1)": 2},
+    ),
+    "a call": ("from tuning import tune\nc = GRPOConfig(learning_rate=1e-5)\ntune(c)", {"lr": 1e-5}, {"tune(c)": 3}),
+    "nothing calls it": (
+        "def main(lr=1):\n    return run(GRPOConfig(learning_rate=lr))\ndef run(c):\n  pass\nc = 1",
+        {},
+        {"args=1": 6},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ORDERED)
+def test_a_script_is_read_in_its_order(converted: Any, case: str) -> None:
+    script, known, unknown = ORDERED[case]
+    found, text = converted("a.py", f"{script}\nGRPOTrainer(model='m', reward_funcs=f, args=c)\n")
+    values = {one.key: one.value for one in found.accounts if one.kind == "maps"}
+    expected = {"learning_rate" if key == "lr" else key: value for key, value in known.items()}
+    wanted = ("learning_rate", "beta", "num_generations")
+    assert {key: values[key] for key in wanted if key in values} == pytest.approx(expected)
+    lines = [line for line in text.splitlines() if line.startswith("# To do: ") and "line " in line]
+    for name, line in unknown.items():
+        assert any(name in one and f"line {line}" in one for one in lines), lines
+    assert len(lines) == len(unknown)
+
+
+def test_what_a_script_sets_wins_over_its_options(converted: Any, tmp_path: Path) -> None:
+    body = "c = TrlParser((GRPOConfig,)).parse_args_and_config()[0]\nc.learning_rate *= 2\nc.beta = 0.1\n"
+    (tmp_path / "a.py").write_text(f"{body}GRPOTrainer('m', f, c)\n")
+    _, text = converted("run.sh", "accelerate launch a.py --learning_rate 5e-6 --beta 0.5 --seed 3\n")
+    recipe = yaml.safe_load(text)
+    assert recipe["models"]["policy"]["optimizer"]["lr"] == pytest.approx(1e-5)
+    assert (recipe["flow"]["steps"]["update"]["with"]["kl_coef"], recipe["run"]["seed"]) == (0.1, 3)
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "if x:\n    GRPOTrainer('m', f, GRPOConfig(beta=0.1))\nelse:\n    GRPOTrainer('m', f, GRPOConfig())\n",
+        "def run(lr):\n    GRPOTrainer('m', f, GRPOConfig(learning_rate=lr))\n\nrun(1)\nrun(2)\n",
+    ],
+)
+def test_several_trainers_are_refused_by_line(converted: Any, script: str) -> None:
+    with pytest.raises(ValueError, match=r"a\.py: 2 trainers .*\(line 2, line [24]\) — leave one of them"):
+        converted("a.py", script)
