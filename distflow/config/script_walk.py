@@ -152,7 +152,9 @@ class _Reader(Values):
         shown = {name for scope in self._scopes for name in scope}
         hidden = {mark: plain(mark) for mark in (*self._values, *self._functions) if plain(mark) not in shown}
         names = {**hidden, **visible}
-        values = {names.get(mark, mark): self._renamed(value, names) for mark, value in self._values.items()}
+        # What a name was before the script bound it, as one that is imported, is not what it holds now.
+        former = {name: f"{name}ˑ0" for name in visible.values()}
+        values = {names.get(mark, mark): self._renamed(value, former | names) for mark, value in self._values.items()}
         root = None if args is None else self._root(args)
         return _Made(line, pairs, values, names, None if args is None else self._held(args), root)
 
