@@ -162,7 +162,9 @@ def mistaken_form(found: Signature, own: Collection[str]) -> tuple[str, str, str
     for tool, forms, least, all_names in (("verl", ("sample", "score"), 2, SCORE), ("TRL", ("sample",), 1, LISTS)):
         wrong = _nearly(names, all_names, own)
         right = [name for name in names if name in all_names]
-        if wrong and len(wrong) + len(right) >= least and found.form in forms:
+        # Functions of any form may take a prompt.
+        resembles = len({*wrong.values(), *right} - {LISTS[0]}) >= least
+        if wrong and resembles and found.form in forms:
             renamed = " and ".join(f"`{name}` to `{meant}`" for name, meant in wrong.items())
             message = f"{', '.join(wrong)}: no name by which functions of {tool}'s form are called"
             columns = " and columns" if tool == "TRL" else ""
