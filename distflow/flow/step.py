@@ -136,6 +136,10 @@ class SomeSteps(TypedDict, total=False):
     setup: Callable[[Any], Any] | None
 
 
+_MADE: Mapping[str, Sequence[str]] = {"generate": (*GENERATED, FILTERED), "read": READ}
+"""Fields that all steps of a role write."""
+
+
 def step(
     *,
     role: Role,
@@ -176,8 +180,7 @@ def step(
     may_write: tuple[str, ...] = some.pop("may_write", ())
     always_may = {"score": (DROP_REASON, LEFT_OUT), "generate": (DROP_REASON, LEFT_OUT)}.get(role, ())
     may_write = (*may_write, *(name for name in always_may if not written(name, (*writes, *may_write))))
-    made = {"generate": (*GENERATED, FILTERED), "read": READ}.get(role, ())
-    always = (*made, *(SEQUENCES if "environment" in some else ()))
+    always = (*_MADE.get(role, ()), *(SEQUENCES if "environment" in some else ()))
     spec = StepSpec(
         role=role,
         reads=tuple(reads),
